@@ -1,0 +1,85 @@
+"""Every bound and policy number of the scheduling domain, by name, with unit and default.
+
+Owns nothing that changes: one frozen value is built at start and passed in. Where a default comes
+from a peer or a measurement, the comment says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scheduler_svc.domain.model import PriorityClass
+
+
+@dataclass(frozen=True, slots=True)
+class ClassLimits:
+    """Bounds of one priority class; per tenant they apply inside the class.
+
+    ``share`` is the part of a model's dispatches that the class is owed while it waits, also when
+    higher classes could use all of them (0 to 1; ignored for the highest class)."""
+
+    requests_max: int
+    bytes_max: int
+    tenant_requests_max: int
+    tenant_bytes_max: int
+    share: float
+
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+
+def _classes() -> dict[PriorityClass, ClassLimits]:
+    return {
+        PriorityClass.CRITICAL: ClassLimits(2_000, 256 * _MIB, 1_000, 128 * _MIB, 0.0),
+        PriorityClass.INTERACTIVE: ClassLimits(5_000, 512 * _MIB, 2_500, 256 * _MIB, 0.10),
+        PriorityClass.STANDARD: ClassLimits(5_000, 512 * _MIB, 2_500, 256 * _MIB, 0.05),
+        PriorityClass.BATCH: ClassLimits(20_000, 1 * _GIB, 10_000, 512 * _MIB, 0.02),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """The scheduler's numbers. Times in seconds, sizes in tokens or bytes."""
+
+    classes: dict[PriorityClass, ClassLimits] = field(default_factory=_classes)
+
+    # Fleet. Columns are allocated once at this size: 4,096 rows take about 1 MB.
+    instances_max: int = 4_096
+    # A report older than this counts as stale (reports come every 0.25 to 1 s).
+    report_stale_s: float = 3.0
+    # True: an instance with a stale report is used by ledger and credit alone; False: not at all.
+    stale_open: bool = True
+    # Sequences that may be started on an instance before its first credit. 0: none.
+    initial_credit_sequences: int = 0
+    # An instance that said NO_ROOM takes nothing for this long, unless it sends a credit, a report
+    # or an end before.
+    no_room_pause_s: float = 0.1
+    # Share of an instance's KV memory that is never planned for: expected outputs are guesses.
+    kv_reserve: float = 0.03
+    # Prompt tokens outstanding per instance, as a multiple of its step_tokens_max: enough that the
+    # next step is always full, little enough that running streams keep their pace.
+    prefill_steps_max: float = 2.0
+
+    # Attempts on instances that fail before the first token.
+    attempts_max: int = 3
+    # How long tickets wait for a known model that no instance can serve now (restart of an engine).
+    no_instance_wait_s: float = 10.0
+    # Tickets per model and turn that may be set aside because they fit nowhere, while later ones
+    # are tried.
+    bypass_max: int = 4
+    # How often a ticket may be passed over by a later one of its class before instances that it
+    # could use take nothing else.
+    passed_over_max: int = 16
+
+    # Refusals say when to come back: the expected wait, between these bounds, +/- the jitter.
+    retry_after_min_s: float = 0.5
+    retry_after_max_s: float = 30.0
+    retry_after_jitter: float = 0.2
+
+    # Learnt estimates.
+    models_max: int = 256
+    tenant_models_max: int = 4_096
+    default_bytes_per_token: float = 3.5
+    default_output_tokens: int = 128
+    default_service_s: float = 2.0

@@ -1,0 +1,215 @@
+"""The words of the scheduling domain: tickets, reports, outcomes and effects.
+
+Owns no behaviour beyond a few derived values. Everything here belongs to the one owner task: a
+ticket is changed by the scheduler alone, and effects are values that the adapters carry out.
+Times are seconds of one monotonic clock that the caller passes in; tokens and bytes are counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import NewType
+
+from sluice.errors import Code, SluiceError
+
+TicketId = NewType("TicketId", int)
+InstanceName = NewType("InstanceName", str)
+
+
+class PriorityClass(IntEnum):
+    """Lower value, higher class. Names as in ``sluice.common.v1.PriorityClass``."""
+
+    CRITICAL = 0
+    INTERACTIVE = 1
+    STANDARD = 2
+    BATCH = 3
+
+
+class Outcome(Enum):
+    """How a request ended; closed, names as in ``sluice.common.v1.Outcome``."""
+
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    FIRST_TOKEN_TIMEOUT = "first_token_timeout"  # noqa: S105 - a count of words, not a secret
+    INTER_TOKEN_TIMEOUT = "inter_token_timeout"  # noqa: S105
+    SLOW_CONSUMER = "slow_consumer"
+    INVALID = "invalid"
+    UNAUTHENTICATED = "unauthenticated"
+    FORBIDDEN = "forbidden"
+    QUOTA_EXCEEDED = "quota_exceeded"
+    QUEUE_FULL = "queue_full"
+    HOPELESS = "hopeless"
+    NO_INSTANCE = "no_instance"
+    DRAINING = "draining"
+    AGENT_REFUSED = "agent_refused"
+    INSTANCE_FAILED = "instance_failed"
+    POISON = "poison"
+    INTERNAL = "internal"
+
+
+class RejectKind(Enum):
+    """Why an instance did not take a start. All are neutral: nothing is charged."""
+
+    NO_ROOM = "no_room"
+    DRAINING = "draining"
+    EXPIRED = "expired"
+
+
+class WorkKind(Enum):
+    """What a ticket asks of an instance."""
+
+    GENERATE = "generate"  # over the frame stream: needs credit
+    EMBED = "embed"  # a unary call: needs no credit, has no output tokens
+
+
+class TicketState(Enum):
+    """Where a ticket is. ``LOST`` is running on an instance that is gone, until ``failed``."""
+
+    NEW = "new"
+    WAITING = "waiting"
+    RUNNING = "running"
+    LOST = "lost"
+    ABORTING = "aborting"
+    ENDED = "ended"
+
+
+class Refusal(SluiceError):
+    """A typed error together with the outcome to record."""
+
+    def __init__(
+        self,
+        outcome: Outcome,
+        code: Code,
+        message: str,
+        *,
+        reason: str = "",
+        retry_after_s: float | None = None,
+        metadata: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(
+            code,
+            reason or outcome.name,
+            message,
+            retry_after_s=retry_after_s,
+            metadata=metadata,
+        )
+        self.outcome = outcome
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request on its way through the scheduler.
+
+    ``prompt_tokens`` starts as an estimate and becomes exact with ``accepted``; ``output_tokens``
+    is what is expected (0 for EMBED); ``size_bytes`` is the size of the input's text: it counts
+    against the queue's byte bounds and teaches the bytes-per-token ratio. ``deadline_s`` and
+    ``first_token_limit_s`` are absolute. ``attempts`` counts charged attempts: those that an
+    instance failed; ``attempt`` numbers every dispatch and only grows. Fields below ``attempts``
+    belong to the scheduler.
+    """
+
+    id: TicketId
+    request_id: str
+    tenant: str
+    model: str
+    priority_class: PriorityClass
+    arrival_s: float
+    deadline_s: float
+    first_token_limit_s: float
+    prompt_tokens: int
+    output_tokens: int
+    size_bytes: int
+    kind: WorkKind = WorkKind.GENERATE
+    excluded: set[InstanceName] = field(default_factory=set)
+    attempts: int = 0
+    state: TicketState = field(default=TicketState.NEW, init=False)
+    attempt: int = field(default=0, init=False)
+    row: int = field(default=-1, init=False)
+    instance: InstanceName | None = field(default=None, init=False)
+    dispatched_s: float = field(default=0.0, init=False)
+    generated_tokens: int = field(default=0, init=False)
+    first_token: bool = field(default=False, init=False)
+    returned: bool = field(default=False, init=False)
+    passed_over: int = field(default=0, init=False)
+    abort_outcome: Outcome | None = field(default=None, init=False)
+
+    @property
+    def due_s(self) -> float:
+        """The time by which the first token must be there."""
+        return min(self.deadline_s, self.first_token_limit_s)
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV tokens held at its expected end; at least one, never below what it holds."""
+        return max(1, self.prompt_tokens + max(self.output_tokens, self.generated_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceReport:
+    """What an instance says of itself; ``None`` = not reported. Units as in ``load.proto``.
+
+    ``kv_tokens`` 0 = no KV cache: KV memory is then no limit."""
+
+    name: InstanceName
+    model: str
+    fingerprint: str
+    serving: bool
+    draining: bool
+    sequences_max: int
+    kv_tokens: int
+    context_tokens: int
+    step_tokens_max: int
+    kv_block_tokens: int
+    generates: bool
+    embeds: bool
+    simulated: bool
+    running: int | None = None
+    waiting: int | None = None
+    kv_tokens_used: int | None = None
+    prompt_tokens_per_s: float | None = None
+    output_tokens_per_s: float | None = None
+    step_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Start the ticket on the instance. ``attempt`` is 1 for the first dispatch, then grows."""
+
+    ticket: Ticket
+    instance: InstanceName
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The ticket is over without having run (again); tell the client ``error``."""
+
+    ticket: Ticket
+    outcome: Outcome
+    error: SluiceError
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Cancel the attempt on the instance; its room stays taken until ``ended``, ``rejected``,
+    ``failed`` or ``lost``. ``error`` is what the client is told when a limit of the ticket passed;
+    ``None`` when the caller itself cancelled."""
+
+    ticket: Ticket
+    instance: InstanceName
+    attempt: int
+    reason: Outcome
+    error: SluiceError | None = None
+
+
+Effect = Dispatch | Refuse | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What would run on an instance if it had the room: what runs there and all that waits."""
+
+    sequences: int
+    kv_tokens: int

@@ -1,0 +1,72 @@
+"""What the scheduling domain needs from outside: a placement policy.
+
+No clock, no I/O: times are passed in, effects are returned. A policy is called by the owner task,
+synchronously, once per ticket that is about to be placed; it must not block, must not keep the
+arrays it is given (they change with the next dispatch), and must be deterministic given its seed.
+
+Columns are numpy arrays indexed by instance row, all of one length R. Rows of removed instances
+are reused; a free row has ``usable`` false for every model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Mask = NDArray[np.bool_]
+Column = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a ticket needs. ``prompt_tokens``: to be prefilled; ``output_tokens``: expected;
+    ``kv_tokens``: held at its expected end; ``context_tokens``: prompt and at least one token."""
+
+    model: str
+    tenant: str
+    prompt_tokens: int
+    output_tokens: int
+    kv_tokens: int
+    context_tokens: int
+
+
+class FleetColumns(Protocol):
+    """Read-only columns. Counts are this scheduler's ledger plus what others were reported to run.
+
+    context_tokens: most tokens of prompt and output together.
+    backlog_s: expected seconds of engine time of what runs there: prompt tokens outstanding
+        / prefill rate + output tokens expected * step time / sequences_max.
+    prompt_s_per_token: 1 / prefill rate. output_s_per_token: step time / sequences_max.
+    free_sequences, free_kv_tokens: by ledger and credit; kv is inf where KV is no limit.
+    """
+
+    @property
+    def context_tokens(self) -> Column: ...
+    @property
+    def backlog_s(self) -> Column: ...
+    @property
+    def prompt_s_per_token(self) -> Column: ...
+    @property
+    def output_s_per_token(self) -> Column: ...
+    @property
+    def free_sequences(self) -> Column: ...
+    @property
+    def free_kv_tokens(self) -> Column: ...
+
+
+class PlacementPolicy(Protocol):
+    """Chooses among instances that could run a ticket now."""
+
+    def filter(self, fleet: FleetColumns, need: Need, usable: Mask) -> Mask:
+        """Narrows ``usable`` (model, health, drain, freshness, exclusion) to where the ticket may
+        ever run, room aside. Returns a mask of the same length; may return ``usable`` itself.
+        Narrowing to nothing means that the ticket waits."""
+
+    def score(self, fleet: FleetColumns, need: Need) -> Column:
+        """Expected cost of running the ticket on each row, in seconds; less is better."""
+
+    def pick(self, scores: Column, candidates: Mask) -> int:
+        """A row among ``candidates`` (at least one is true)."""
