@@ -1,4 +1,4 @@
-"""Shared runtime of the services (deadlines, errors, lifecycle, telemetry, frames), `sluice` command.
+"""Shared runtime of the services (deadlines, errors, lifecycle, frames) and the `sluice` command.
 
 Holds no domain rules and imports no service: the services import it.
 """
