@@ -86,7 +86,7 @@ types: $(BASE) $(DEV) protos ## Check types: mypy, strict
 
 .PHONY: contracts
 contracts: $(BASE) $(DEV) protos ## Check which package may import which: import-linter
-	@$(VENV)/bin/lint-imports
+	@$(VENV)/bin/lint-imports --no-logo
 
 # buf reads the generated image, because building from sources would fetch Google's protos from a schema registry.
 # --path leaves those out of the rules.
