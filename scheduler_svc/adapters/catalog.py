@@ -1,0 +1,92 @@
+"""Which models there are, by the names clients use.
+
+Reads the fleet watch; a model stays known while discovery knows an address of it, so that a
+restarting engine is UNAVAILABLE and not NOT_FOUND. Synchronous; no state of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from scheduler_svc.adapters.fleet_watch import FleetWatch
+from scheduler_svc.adapters.tenants import Tenant
+from sluice.errors import SluiceError, failed_precondition, not_found, unavailable
+from sluice.inference.v1 import inference_pb2
+from sluice.scheduler.v1 import generate_pb2
+
+
+class Catalog:
+    """Resolves and lists models."""
+
+    def __init__(self, fleet: FleetWatch, default_model: str, default_embedding_model: str) -> None:
+        self._fleet = fleet
+        self._default = {False: default_model, True: default_embedding_model}
+
+    def resolve(self, name: str, tenant: Tenant, *, embeds: bool = False) -> str:
+        """The served model for a request. NOT_FOUND for a model that is unknown or not the
+        tenant's, alike; FAILED_PRECONDITION for one that does not do what is asked; UNAVAILABLE
+        when no name is given and no instance is known yet."""
+        known = self._known()
+        resolved = name or self._default[embeds] or self._first(known.values(), embeds)
+        if not resolved:
+            raise unavailable("NO_INSTANCE", "no instance has reported a model yet", 1.0)
+        if not tenant.may_use(resolved):
+            raise _unknown(resolved)
+        model = known.get(resolved)
+        if model is None:
+            if resolved == self._default[embeds]:
+                return resolved  # configured, not up yet: the queue decides
+            raise _unknown(resolved)
+        able = model.capabilities.embed if embeds else model.capabilities.generate
+        if not able:
+            verb = "embed" if embeds else "generate"
+            raise failed_precondition("MODEL_CAPABILITY", f"model {resolved} does not {verb}")
+        return resolved
+
+    def list(self, tenant: Tenant) -> list[generate_pb2.Model]:
+        """The models that a tenant may use, by name."""
+        models: dict[str, generate_pb2.Model] = {}
+        for instance, described in self._fleet.models.items():
+            if not tenant.may_use(described.model):
+                continue
+            model = models.get(described.model)
+            if model is None:
+                model = models[described.model] = _entry(described)
+                model.is_default = described.model in self._defaults()
+            load = self._fleet.reports.get(instance)
+            if load is not None and load.serving and self._fleet.is_fresh(instance):
+                model.instances += 1
+                model.available = True
+        return [models[name] for name in sorted(models)]
+
+    def _known(self) -> dict[str, inference_pb2.GetModelResponse]:
+        return {described.model: described for described in self._fleet.models.values()}
+
+    def _defaults(self) -> set[str]:
+        known = self._known().values()
+        return {self._default[embeds] or self._first(known, embeds) for embeds in (False, True)}
+
+    @staticmethod
+    def _first(models: Iterable[inference_pb2.GetModelResponse], embeds: bool) -> str:
+        names = [
+            described.model
+            for described in models
+            if (described.capabilities.embed if embeds else described.capabilities.generate)
+        ]
+        return min(names, default="")
+
+
+def _entry(described: inference_pb2.GetModelResponse) -> generate_pb2.Model:
+    return generate_pb2.Model(
+        name=described.model,
+        generates=described.capabilities.generate,
+        embeds=described.capabilities.embed,
+        context_tokens=described.context_tokens,
+        simulated=described.simulated,
+        engine=described.engine,
+        embedding_dimensions=described.embedding_dimensions,
+    )
+
+
+def _unknown(name: str) -> SluiceError:
+    return not_found("MODEL_UNKNOWN", "no such model for this tenant", metadata={"model": name})

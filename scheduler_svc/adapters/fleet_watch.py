@@ -1,0 +1,202 @@
+"""Finds the instances and watches their load.
+
+Targets come from the configuration: ``name=host:port`` (static) or ``dns:///host:port``, which is
+resolved again every ``RESOLVE_INTERVAL_S``. Each address has one watcher task with its own
+connection, apart from the frame streams: ``GetModel`` once per engine incarnation, then the
+``WatchLoad`` stream. An instance is known by the name it reports, since that name is the audience
+of its grants.
+
+Failure modes: no report for ``SILENCE_LIMIT_S`` or a broken stream -> the instance is unreachable
+and the watcher reconnects with backoff for ever; a failing DNS look-up keeps the last addresses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Iterable
+from typing import Final, Protocol
+
+import grpc
+from google.protobuf import duration_pb2
+
+from scheduler_svc.domain.model import InstanceName, InstanceReport
+from sluice.inference.v1 import inference_pb2, inference_pb2_grpc
+
+REPORT_INTERVAL_S: Final = 0.25
+SILENCE_LIMIT_S: Final = 2.0
+CALL_TIMEOUT_S: Final = 2.0
+RETRY_MIN_S: Final = 0.1
+RETRY_MAX_S: Final = 1.0
+RESOLVE_INTERVAL_S: Final = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class FleetObserver(Protocol):
+    """What the gate hears about instances; synchronous."""
+
+    def report(self, report: InstanceReport, address: str) -> None:
+        """A fresh load report."""
+
+    def unreachable(self, name: InstanceName, reason: str) -> None:
+        """An instance stopped answering."""
+
+    def remove(self, name: InstanceName) -> None:
+        """An instance is not part of the fleet any more."""
+
+
+class FleetWatch:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        targets: Iterable[str],
+        open_channel: Callable[[str], grpc.aio.Channel],
+        observer: FleetObserver,
+    ) -> None:
+        self.models: dict[InstanceName, inference_pb2.GetModelResponse] = {}
+        self.reports: dict[InstanceName, inference_pb2.WatchLoadResponse] = {}
+        self.reported_at_s: dict[InstanceName, float] = {}
+        self._static = [target.split("=", 1)[-1] for target in targets if "dns:///" not in target]
+        self._dns = [target.removeprefix("dns:///") for target in targets if "dns:///" in target]
+        self._open_channel = open_channel
+        self._observer = observer
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._names: dict[str, InstanceName] = {}
+
+    async def run(self) -> None:
+        """Watches the fleet until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for address in self._static:
+                self._watchers[address] = group.create_task(self._watch(address))
+            while self._dns:
+                await self._resolve(group)
+                await asyncio.sleep(RESOLVE_INTERVAL_S)
+
+    async def _resolve(self, group: asyncio.TaskGroup) -> None:
+        loop = asyncio.get_running_loop()
+        found: set[str] = set(self._static)
+        for target in self._dns:
+            host, _, port = target.rpartition(":")
+            try:
+                answers = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+            except OSError:
+                log.warning("DNS look-up of %s failed; keeping the last addresses", host)
+                return
+            for family, _, _, _, address in answers:
+                literal = f"[{address[0]}]" if family == socket.AF_INET6 else address[0]
+                found.add(f"{literal}:{port}")
+        for address in found - self._watchers.keys():
+            self._watchers[address] = group.create_task(self._watch(address))
+        for address in self._watchers.keys() - found:
+            self._watchers.pop(address).cancel()
+            self._forget(address)
+
+    def _forget(self, address: str) -> None:
+        name = self._names.pop(address, None)
+        if name is not None:
+            for known in (self.models, self.reports, self.reported_at_s):
+                known.pop(name, None)
+            self._observer.remove(name)
+
+    async def _watch(self, address: str) -> None:
+        retry_s = RETRY_MIN_S
+        async with self._open_channel(address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            while True:
+                began = asyncio.get_running_loop().time()
+                try:
+                    await self._follow(stub, address)
+                    reason = "the load stream ended"
+                except grpc.aio.AioRpcError as error:
+                    reason = error.code().name
+                except TimeoutError:
+                    reason = f"no load report for {SILENCE_LIMIT_S} s"
+                if (name := self._names.get(address)) is not None:
+                    self._observer.unreachable(name, reason)
+                if asyncio.get_running_loop().time() - began > RETRY_MAX_S:
+                    retry_s = RETRY_MIN_S
+                await asyncio.sleep(retry_s)
+                retry_s = min(retry_s * 2, RETRY_MAX_S)
+
+    async def _follow(
+        self, stub: inference_pb2_grpc.InferenceServiceAsyncStub, address: str
+    ) -> None:
+        interval = duration_pb2.Duration(nanos=int(REPORT_INTERVAL_S * 1e9))
+        call = stub.WatchLoad(inference_pb2.WatchLoadRequest(interval=interval))
+        model: inference_pb2.GetModelResponse | None = None
+        try:
+            while True:
+                async with asyncio.timeout(SILENCE_LIMIT_S):
+                    load = await call.read()
+                if not isinstance(load, inference_pb2.WatchLoadResponse):
+                    return
+                if not load.serving and (model is None or model.epoch != load.epoch):
+                    continue  # the engine starts: there is nothing to describe yet
+                if model is None or model.epoch != load.epoch:
+                    request = inference_pb2.GetModelRequest()
+                    model = await stub.GetModel(request, timeout=CALL_TIMEOUT_S)
+                    if not self._claim(address, InstanceName(model.instance)):
+                        return
+                name = InstanceName(model.instance)
+                self.models[name] = model
+                self.reports[name] = load
+                self.reported_at_s[name] = asyncio.get_running_loop().time()
+                self._observer.report(instance_report(model, load), address)
+        finally:
+            call.cancel()
+
+    def _claim(self, address: str, name: InstanceName) -> bool:
+        """Ties a name to an address. False when another address answers under that name."""
+        holder = next((other for other, held in self._names.items() if held == name), address)
+        if holder != address and self.is_fresh(name):
+            log.error(
+                "%s and %s both call themselves %s; ignoring the second", holder, address, name
+            )
+            return False
+        self._names.pop(holder, None)
+        if self._names.get(address, name) != name:
+            self._forget(address)
+        self._names[address] = name
+        return True
+
+    def is_fresh(self, name: InstanceName) -> bool:
+        """Whether an instance reported within the silence limit."""
+        age_s = asyncio.get_running_loop().time() - self.reported_at_s.get(name, float("-inf"))
+        return age_s < SILENCE_LIMIT_S
+
+
+def instance_report(
+    model: inference_pb2.GetModelResponse, load: inference_pb2.WatchLoadResponse
+) -> InstanceReport:
+    """The domain's view of an instance."""
+    engine = load.engine
+    optional = {
+        name: getattr(engine, name) if engine.HasField(name) else None
+        for name in (
+            "running",
+            "waiting",
+            "kv_tokens_used",
+            "prompt_tokens_per_s",
+            "output_tokens_per_s",
+            "step_ms",
+        )
+    }
+    return InstanceReport(
+        name=InstanceName(model.instance),
+        model=model.model,
+        fingerprint=model.fingerprint,
+        serving=load.serving,
+        draining=load.draining,
+        sequences_max=model.sequences_max,
+        kv_tokens=model.kv_tokens,
+        context_tokens=model.context_tokens,
+        step_tokens_max=model.step_tokens_max,
+        kv_block_tokens=model.kv_block_tokens,
+        generates=model.capabilities.generate,
+        embeds=model.capabilities.embed,
+        simulated=model.simulated,
+        **optional,
+    )

@@ -1,0 +1,451 @@
+"""The gate: the one owner of the scheduler's domain, and the story of a request in one file.
+
+A client's handler calls :meth:`Gate.admit`; the owner task submits the ticket to the domain, and
+each turn of the owner (a) applies what happened since the last turn, (b) lets the domain decide
+synchronously, (c) hands the decisions to lanes and live requests. Nothing in a turn awaits, so no
+invariant of the domain is ever seen broken. Output of engines does not pass here: the execution
+link's reader appends it to the live request, and the client's handler takes it from there.
+
+Failure modes: an instance, its stream or the execution replica lost -> the domain places the
+request elsewhere or ends it with a typed error; limits on time are enforced by :meth:`sweep`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from scheduler_svc.adapters.execution_link import ExecutionLink, choose_link
+from scheduler_svc.adapters.lane import Lane, Slot
+from scheduler_svc.adapters.live_request import LiveRequest
+from scheduler_svc.domain.flush import FlushBudget
+from scheduler_svc.domain.model import (
+    Abort,
+    Dispatch,
+    InstanceName,
+    InstanceReport,
+    Outcome,
+    PriorityClass,
+    Refusal,
+    Refuse,
+    RejectKind,
+)
+from scheduler_svc.domain.scheduler import Scheduler
+from sluice.common.v1 import grant_pb2, policy_pb2, result_pb2
+from sluice.errors import Code, SluiceError, deadline_exceeded, exhausted
+from sluice.execution.v1 import execution_pb2
+from sluice.grants import GrantSigner
+from sluice.inference.v1 import inference_pb2
+from sluice.status import from_status
+
+SWEEP_INTERVAL_S: Final = 0.1
+"""Limits on time are enforced this exactly; the engine enforces the total deadline itself."""
+
+WRITE_OUTSTANDING_MAX_S: Final = 30.0
+"""A client write that does not finish in this time ends the request as slow_consumer."""
+
+GRANT_TTL_S: Final = 30.0
+
+_REJECTIONS: Final = {
+    inference_pb2.REJECT_REASON_NO_ROOM: RejectKind.NO_ROOM,
+    inference_pb2.REJECT_REASON_DRAINING: RejectKind.DRAINING,
+    inference_pb2.REJECT_REASON_EXPIRED: RejectKind.EXPIRED,
+}
+
+_FINISH_REASONS: Final = {
+    Outcome.DEADLINE_EXCEEDED: result_pb2.FINISH_REASON_DEADLINE,
+    Outcome.FIRST_TOKEN_TIMEOUT: result_pb2.FINISH_REASON_DEADLINE,
+    Outcome.INTER_TOKEN_TIMEOUT: result_pb2.FINISH_REASON_DEADLINE,
+}
+
+_CLASSES: Final = {
+    PriorityClass.CRITICAL: policy_pb2.PRIORITY_CLASS_CRITICAL,
+    PriorityClass.INTERACTIVE: policy_pb2.PRIORITY_CLASS_INTERACTIVE,
+    PriorityClass.STANDARD: policy_pb2.PRIORITY_CLASS_STANDARD,
+    PriorityClass.BATCH: policy_pb2.PRIORITY_CLASS_BATCH,
+}
+
+log = logging.getLogger(__name__)
+
+
+class Gate:
+    """See the module's docstring. One per process."""
+
+    def __init__(self, domain: Scheduler, signer: GrantSigner, flush: FlushBudget) -> None:
+        self.domain = domain
+        self.flush = flush
+        self.links: list[ExecutionLink] = []
+        self.draining = False
+        self.addresses: dict[InstanceName, str] = {}
+        self.outcomes: Counter[Outcome] = Counter()
+        self.lives: dict[int, LiveRequest] = {}
+        self._lanes: dict[InstanceName, Lane] = {}
+        self._signer = signer
+        self._inbox: list[Callable[[float], None]] = []
+        self._bell = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    # A request's way through the gate.
+
+    def admit(self, live: LiveRequest) -> None:
+        """Queues a request. Its end, whatever it is, arrives at ``live``."""
+        ticket = live.ticket
+
+        def submit(now: float) -> None:
+            self.lives[ticket.id] = live
+            if live.over:
+                return  # cancelled before the owner saw it
+            refusal = self.domain.submit(ticket, now)
+            if refusal is not None:
+                live.fail(refusal, refusal.outcome)
+
+        self.post(submit)
+
+    def leave(self, live: LiveRequest, outcome: Outcome) -> None:
+        """The handler is done: counts the outcome, and stops what may still be running."""
+        self.outcomes[outcome] += 1
+        live.close()
+        if not live.over:
+            error = SluiceError(Code.CANCELLED, "CANCELLED", "the client cancelled the request")
+            live.fail(error, Outcome.CANCELLED)
+
+        def forget(now: float) -> None:
+            self.lives.pop(live.ticket.id, None)
+            if live.ended is None:
+                abort = self.domain.cancel(live.ticket.id, now, outcome)
+                if abort is not None:
+                    self._abort(abort, now)
+
+        self.post(forget)
+
+    def _abort(self, abort: Abort, now: float) -> None:
+        """Stops an attempt on its instance; the client, if it still waits, hears why."""
+        live = self.lives.get(abort.ticket.id)
+        if live is not None and abort.error is not None:
+            live.fail(abort.error, abort.reason)
+        if live is not None and live.unary:
+            return  # its handler cancels the call and reports the end
+        reason = _FINISH_REASONS.get(abort.reason, result_pb2.FINISH_REASON_CANCELLED)
+        for link in self.links:
+            lane = link.lanes.get(abort.instance)
+            if lane is not None and lane.cancel(abort.ticket.id, abort.attempt, reason):
+                return  # its `ended` frees the room
+        self.domain.ended(abort.ticket.id, abort.attempt, now, abort.reason)
+
+    def _dispatch(self, effect: Dispatch, now: float) -> None:
+        ticket = effect.ticket
+        live = self.lives.get(ticket.id)
+        if live is None or live.over:
+            self.domain.ended(ticket.id, effect.attempt, now)
+            return
+        live.dispatched(effect.instance, effect.attempt, now, self._first_token)
+        if live.unary:
+            return  # its handler makes the call; see unary_ended and unary_failed
+        lane = self._lanes.get(effect.instance)
+        if lane is None or not lane.can_start():
+            self.domain.rejected(ticket.id, effect.attempt, RejectKind.NO_ROOM, now)
+            return
+        start = inference_pb2.Start(
+            work=live.work,
+            grant=self._grant(live),
+            traceparent=live.traceparent,
+            tracestate=live.tracestate,
+            priority_class=_CLASSES[ticket.priority_class],
+        )
+        lane.start(live, effect.attempt, start)
+
+    def _grant(self, live: LiveRequest) -> grant_pb2.SignedGrant:
+        return self._signer.sign(
+            live.ticket.request_id, live.instance, now_unix_s=time.time(), ttl_s=GRANT_TTL_S
+        )
+
+    # Requests that are no streams (embeddings): their handler makes the call itself.
+
+    def embed_request(
+        self, live: LiveRequest, texts: Iterable[str]
+    ) -> execution_pb2.ExecuteEmbedRequest:
+        """The call for an embedding that was placed, with its grant."""
+        message = execution_pb2.ExecuteEmbedRequest()
+        message.instance.name = live.instance
+        message.instance.address = self.addresses.get(live.instance, "")
+        message.request.request_id = live.ticket.request_id
+        message.request.model = live.ticket.model
+        for text in texts:
+            message.request.inputs.add(text=text)
+        message.request.grant.CopyFrom(self._grant(live))
+        return message
+
+    def unary_ended(self, live: LiveRequest) -> None:
+        """The call succeeded."""
+        live.end(inference_pb2.Ended())
+        attempt = live.attempt
+        self.post(lambda now: self.domain.ended(live.ticket.id, attempt, now))
+
+    def unary_failed(self, live: LiveRequest, error: SluiceError) -> None:
+        """The call failed: a fault of the instance is placed elsewhere, the rest is final."""
+        attempt = live.attempt
+
+        def fail(now: float) -> None:
+            if live.over:
+                self.domain.ended(live.ticket.id, attempt, now)
+            elif error.code is Code.RESOURCE_EXHAUSTED:
+                self.domain.rejected(live.ticket.id, attempt, RejectKind.NO_ROOM, now)
+            elif error.code in (Code.UNAVAILABLE, Code.INTERNAL, Code.UNKNOWN, Code.CANCELLED):
+                self._attempt_failed(live, attempt, now, error)
+            else:
+                live.fail(error, Outcome.INVALID)
+                self.domain.ended(live.ticket.id, attempt, now)
+
+        self.post(fail)
+
+    # The owner task.
+
+    def post(self, command: Callable[[float], None]) -> None:
+        """Queues a command for the owner's next turn."""
+        self._inbox.append(command)
+        self._bell.set()
+
+    async def run(self) -> None:
+        """The owner task: a turn per bell or per time at which something would expire."""
+        sweep_at = self._loop.time() + SWEEP_INTERVAL_S
+        while True:
+            now = self._loop.time()
+            wake_at = min(self.domain.next_wakeup(now) or sweep_at, sweep_at)
+            if not self._inbox and wake_at > now:
+                await self._sleep_until(wake_at)
+                now = self._loop.time()
+            self._bell.clear()
+            self.turn(now)
+            if now >= sweep_at:
+                self.sweep(now)
+                sweep_at = now + SWEEP_INTERVAL_S
+
+    def turn(self, now: float) -> None:
+        """Applies what happened, lets the domain decide, carries the decisions out."""
+        inbox, self._inbox = self._inbox, []
+        for command in inbox:
+            command(now)
+        for effect in self.domain.turn(now):
+            if isinstance(effect, Dispatch):
+                self._dispatch(effect, now)
+            elif isinstance(effect, Refuse):
+                live = self.lives.get(effect.ticket.id)
+                if live is not None:
+                    live.fail(effect.error, effect.outcome)
+            else:
+                self._abort(effect, now)
+
+    async def _sleep_until(self, when: float) -> None:
+        timer = self._loop.call_at(when, self._bell.set)
+        try:
+            await self._bell.wait()
+        finally:
+            timer.cancel()
+
+    def sweep(self, now: float) -> None:
+        """Ends what is past a limit that the domain does not keep, and tells the domain how far
+        the rest has come."""
+        for live in list(self.lives.values()):
+            if live.write_began_s and now - live.write_began_s > WRITE_OUTSTANDING_MAX_S:
+                self._end_slow_writer(live)
+            elif live.over or not live.first_token_s:
+                continue
+            elif now - live.last_token_s > live.inter_token_limit_s:
+                error = deadline_exceeded(
+                    "INTER_TOKEN_TIMEOUT", "no further token came within the inter-token limit"
+                )
+                live.fail(error, Outcome.INTER_TOKEN_TIMEOUT)
+            else:
+                self.domain.progressed(live.ticket.id, live.attempt, live.tokens)
+
+    @staticmethod
+    def _end_slow_writer(live: LiveRequest) -> None:
+        error = SluiceError(
+            Code.RESOURCE_EXHAUSTED,
+            "SLOW_CONSUMER",
+            f"the client did not read for {WRITE_OUTSTANDING_MAX_S:.0f} s",
+        )
+        live.fail(error, Outcome.SLOW_CONSUMER)
+        if live.abandon is not None:
+            live.abandon()
+
+    # What execution links report (LinkObserver).
+
+    def slot_event(self, lane: Lane, number: int, slot: Slot, event: inference_pb2.Event) -> None:
+        """See LinkObserver."""
+        kind = event.WhichOneof("kind")
+        if kind == "accepted":
+            self._accepted(slot, event.accepted)
+        elif kind == "ended":
+            lane.free(number)
+            self._ended(slot, event.ended)
+        elif kind == "rejected":
+            lane.free(number)
+            self._rejected(slot, event.rejected)
+
+    def slot_fault(self, lane: Lane, number: int, slot: Slot) -> None:
+        """See LinkObserver."""
+        log.error("instance %s broke the order of a slot's output", lane.name)
+        live = slot.live
+        assert live is not None
+        lane.cancel(slot.ticket_id, slot.domain_attempt, result_pb2.FINISH_REASON_ERROR)
+        error = SluiceError(
+            Code.INTERNAL, "INSTANCE_PROTOCOL", "the instance sent output out of order"
+        )
+        live.fail(error, Outcome.INSTANCE_FAILED)
+
+    def lane_credit(self, lane: Lane, credit: inference_pb2.Credit) -> None:
+        """See LinkObserver."""
+        if self._lanes.get(lane.name) is lane:
+            self.post(
+                lambda now: self.domain.credit(lane.name, credit.sequences, credit.kv_tokens, now)
+            )
+
+    def lane_lost(self, lane: Lane, slots: list[Slot], reason: str) -> None:
+        """See LinkObserver."""
+        if slots:
+            log.warning("lost %d requests on instance %s: %s", len(slots), lane.name, reason)
+        is_current = self._lanes.get(lane.name) is lane
+        if is_current and not lane.open:
+            del self._lanes[lane.name]
+
+        def lose(now: float) -> None:
+            if is_current:
+                self.domain.lost(lane.name, now)
+            for slot in slots:
+                self._failed(slot, now)
+
+        self.post(lose)
+
+    def link_changed(self, link: ExecutionLink) -> None:
+        """See LinkObserver."""
+        self.post(self.open_lanes)
+
+    # What the fleet watch reports.
+
+    def report(self, report: InstanceReport, address: str) -> None:
+        """An instance's fresh load report; its lane is opened if it has none."""
+        self.addresses[report.name] = address
+        self.post(lambda now: self.domain.report(report, now))
+        lane = self._lanes.get(report.name)
+        if report.serving and (lane is None or not lane.open or lane.address != address):
+            self.post(self.open_lanes)
+
+    def unreachable(self, name: InstanceName, reason: str) -> None:
+        """An instance that does not answer its load watch."""
+        self.post(lambda now: self.domain.unreachable(name, reason, now))
+
+    def remove(self, name: InstanceName) -> None:
+        """An instance that discovery does not know any more."""
+        self.addresses.pop(name, None)
+        self.post(lambda now: self.domain.remove(name, now))
+
+    def open_lanes(self, now: float) -> None:
+        """Gives every known instance a lane on the replica that rendezvous hashing picks."""
+        for name, address in self.addresses.items():
+            lane = self._lanes.get(name)
+            link = _link_of(lane, self.links) if lane is not None else None
+            if lane is None or not lane.open or link is None or not link.usable:
+                link = choose_link(name, self.links)
+                if link is not None:
+                    self._lanes[name] = link.lane(name, address)
+
+    # Ends of attempts.
+
+    def _first_token(self, live: LiveRequest) -> None:
+        attempt = live.attempt
+        self.post(lambda now: self.domain.first_token(live.ticket.id, attempt, now))
+
+    def _accepted(self, slot: Slot, accepted: inference_pb2.Accepted) -> None:
+        if slot.live is not None:
+            slot.live.accept(accepted)
+        self.post(
+            lambda now: self.domain.accepted(
+                slot.ticket_id,
+                slot.domain_attempt,
+                accepted.prompt_tokens,
+                accepted.cached_tokens,
+                now,
+            )
+        )
+
+    def _ended(self, slot: Slot, ended: inference_pb2.Ended) -> None:
+        live = slot.live
+        if live is not None and ended.HasField("status"):
+            self.post(lambda now: self._failed(slot, now, from_status(ended.status)))
+            return
+        tokens = None
+        if live is not None:
+            live.end(ended)
+            tokens = ended.usage.completion_tokens
+        self.post(
+            lambda now: self.domain.ended(
+                slot.ticket_id, slot.domain_attempt, now, Outcome.FINISHED, tokens
+            )
+        )
+
+    def _rejected(self, slot: Slot, rejected: inference_pb2.Rejected) -> None:
+        live = slot.live
+        rejection = _REJECTIONS.get(rejected.reason)
+        if live is None:
+            self.post(
+                lambda now: self.domain.ended(
+                    slot.ticket_id, slot.domain_attempt, now, Outcome.CANCELLED
+                )
+            )
+        elif rejection is not None:
+            self.post(
+                lambda now: self.domain.rejected(
+                    slot.ticket_id, slot.domain_attempt, rejection, now
+                )
+            )
+        elif rejected.reason == inference_pb2.REJECT_REASON_INVALID:
+            live.fail(from_status(rejected.status), Outcome.INVALID)
+            self.post(
+                lambda now: self.domain.ended(
+                    slot.ticket_id, slot.domain_attempt, now, Outcome.INVALID
+                )
+            )
+        else:
+            name = inference_pb2.RejectReason.Name(rejected.reason)
+            log.error("instance %s rejected a start: %s", live.instance, name)
+            self.post(lambda now: self._failed(slot, now))
+
+    def _failed(self, slot: Slot, now: float, error: SluiceError | None = None) -> None:
+        live = slot.live
+        if live is None or live.over:
+            self.domain.ended(slot.ticket_id, slot.domain_attempt, now)
+        else:
+            self._attempt_failed(live, slot.domain_attempt, now, error)
+
+    def _attempt_failed(
+        self, live: LiveRequest, attempt: int, now: float, error: SluiceError | None
+    ) -> None:
+        """An attempt failed: the domain places it elsewhere, or it ends with a typed error."""
+        delivered = live.first_token_s > 0
+        final = self.domain.failed(live.ticket.id, attempt, now, delivered)
+        if isinstance(final, Refusal):
+            final.metadata = {
+                **final.metadata,
+                "instance": live.instance,
+                "cause": error.reason if error is not None else "INSTANCE_LOST",
+                "delivered_tokens": str(live.tokens),
+            }
+            live.fail(final, final.outcome)
+
+
+def _link_of(lane: Lane, links: Iterable[ExecutionLink]) -> ExecutionLink | None:
+    return next((link for link in links if link.lanes.get(lane.name) is lane), None)
+
+
+def no_capacity(retry_after_s: float) -> SluiceError:
+    """More open streams than this process can write to in time."""
+    return exhausted(
+        "TOO_MANY_STREAMS",
+        "this scheduler has as many open streams as it can write to in time",
+        retry_after_s,
+    )

@@ -1,0 +1,295 @@
+"""One admitted request between the frame reader and the client's handler.
+
+The frame reader calls :meth:`LiveRequest.append` for every delta and never waits: output gathers
+in one joined buffer per output index. The client's handler awaits :meth:`LiveRequest.ready` and
+takes what has gathered. So a slow client costs memory up to ``buffer_chars_max`` and nothing
+else; past that the request ends as ``slow_consumer``.
+
+Everything runs on one event loop; no locks. A request ends exactly once: by :meth:`end` (the
+engine's ``ended``) or by :meth:`fail` (a typed error), whichever is first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from scheduler_svc.domain.flush import FlushBudget
+from scheduler_svc.domain.model import InstanceName, Outcome, Ticket
+from sluice.common.v1 import result_pb2
+from sluice.errors import Code, SluiceError
+from sluice.inference.v1 import inference_pb2
+
+STREAM_BUFFER_CHARS_MAX: Final = 64 * 1024
+"""Unsent characters of one streamed request (at most 256 KiB of UTF-8); beyond it the client is a
+slow consumer."""
+
+TEXT_CHARS_MAX: Final = 1024 * 1024
+"""Characters of one unary answer (GenerateText) over all outputs; at most 4 MiB of UTF-8."""
+
+
+class Output:
+    """Unsent output of one index: joined text, token ids and log probabilities."""
+
+    __slots__ = ("logprobs", "parts", "sent_tokens", "token_ids", "tokens")
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[result_pb2.TokenLogprob] = []
+        self.tokens = 0
+        self.sent_tokens = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything waits to be sent."""
+        return self.tokens > self.sent_tokens or bool(self.parts)
+
+
+class LiveRequest:
+    """A request that was admitted and has not ended; see the module's docstring."""
+
+    __slots__ = (
+        "_flush",
+        "_flush_at_s",
+        "_loop",
+        "_on_first_token",
+        "_timer",
+        "_waiter",
+        "abandon",
+        "accepted",
+        "attempt",
+        "buffer_chars_max",
+        "dispatch_s",
+        "ended",
+        "error",
+        "first_token_s",
+        "instance",
+        "inter_token_limit_s",
+        "last_token_s",
+        "outcome",
+        "outputs",
+        "pending_chars",
+        "simulated",
+        "started_due",
+        "ticket",
+        "traceparent",
+        "tracestate",
+        "unary",
+        "want_token_ids",
+        "whole",
+        "work",
+        "write_began_s",
+    )
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        work: inference_pb2.Work,
+        flush: FlushBudget,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        whole: bool = False,
+        unary: bool = False,
+        want_token_ids: bool = False,
+        traceparent: str = "",
+        inter_token_limit_s: float = 60.0,
+    ) -> None:
+        self.ticket = ticket
+        self.work = work
+        self.whole = whole
+        self.unary = unary
+        self.abandon: Callable[[], object] | None = None
+        self.want_token_ids = want_token_ids
+        self.traceparent = traceparent
+        self.tracestate = ""
+        self.inter_token_limit_s = inter_token_limit_s
+        self.buffer_chars_max = TEXT_CHARS_MAX if whole else STREAM_BUFFER_CHARS_MAX
+        self.outputs = [Output() for _ in range(max(1, work.sampling.n))]
+        self.pending_chars = 0
+        self.attempt = 0
+        self.instance = InstanceName("")
+        self.accepted: inference_pb2.Accepted | None = None
+        self.started_due = False
+        self.simulated = False
+        self.ended: inference_pb2.Ended | None = None
+        self.error: SluiceError | None = None
+        self.outcome: Outcome | None = None
+        self.dispatch_s = 0.0
+        self.first_token_s = 0.0
+        self.last_token_s = 0.0
+        self.write_began_s = 0.0
+        self._flush = flush
+        self._flush_at_s = 0.0
+        self._loop = loop
+        self._on_first_token: Callable[[LiveRequest], None] = _ignore
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    # What the frame reader and the gate do.
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, for whatever reason."""
+        return self.ended is not None or self.error is not None
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens received so far, over all outputs and attempts."""
+        return sum(output.tokens for output in self.outputs)
+
+    def dispatched(
+        self,
+        instance: InstanceName,
+        attempt: int,
+        now: float,
+        on_first_token: Callable[[LiveRequest], None],
+    ) -> None:
+        """It was sent to an instance. ``on_first_token`` is called once, with the first output."""
+        self.instance = instance
+        self.attempt = attempt
+        self._on_first_token = on_first_token
+        self.dispatch_s = self.last_token_s = now
+        if self.unary:
+            self._wake()
+
+    def accept(self, accepted: inference_pb2.Accepted) -> None:
+        """An instance took it: ``started`` is due, once per request."""
+        if self.accepted is None and not self.whole:
+            self.started_due = True
+        self.accepted = accepted
+        self.simulated = accepted.simulated
+        if self.started_due:
+            self._wake()
+
+    def append(self, delta: inference_pb2.Delta, now: float) -> bool:
+        """Joins one delta to what waits. Returns False when the delta does not fit: a gap, an
+        overlap or an unknown index, which are faults of the instance."""
+        index = delta.index
+        if index >= len(self.outputs):
+            return False
+        output = self.outputs[index]
+        if delta.position != output.tokens:
+            return False
+        if self.error is not None:
+            return True
+        token_ids = delta.token_ids
+        output.tokens += len(token_ids)
+        if self.want_token_ids:
+            output.token_ids.extend(token_ids)
+        if text := delta.text:
+            output.parts.append(text)
+            self.pending_chars += len(text)
+        if delta.logprobs:
+            output.logprobs.extend(delta.logprobs)
+        self.last_token_s = now
+        if not self.first_token_s:
+            self.first_token_s = now
+            self._on_first_token(self)
+        if self.pending_chars > self.buffer_chars_max:
+            self._overflow()
+        elif self._waiter is not None and self._timer is None and not self.whole:
+            self._wake_at(self._flush_at_s, now)
+        return True
+
+    def end(self, ended: inference_pb2.Ended) -> None:
+        """The engine finished it."""
+        if not self.over:
+            self.ended = ended
+            self._wake()
+
+    def fail(self, error: SluiceError, outcome: Outcome) -> None:
+        """It ends with a typed error."""
+        if not self.over:
+            self.error = error
+            self.outcome = outcome
+            self._wake()
+
+    # What the client's handler does.
+
+    async def ready(self) -> None:
+        """Returns when ``started`` is due, output is due, or the request is over."""
+        while not (self.started_due or self.over):
+            now = self._loop.time()
+            if self._pending() and now >= self._flush_at_s:
+                return
+            self._waiter = self._loop.create_future()
+            if self._pending():
+                self._wake_at(self._flush_at_s, now)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                self._disarm()
+
+    async def finished(self) -> None:
+        """Returns when the request is over."""
+        while not self.over:
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    async def placed(self, after_attempt: int) -> None:
+        """For unary requests: returns when an attempt after ``after_attempt`` was dispatched, or
+        the request is over."""
+        while not self.over and self.attempt <= after_attempt:
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def flushed(self, now: float) -> None:
+        """What was due is being written; the next flush is one interval away."""
+        self._flush_at_s = now + self._flush.interval_s(self.ticket.priority_class)
+        self.pending_chars = 0
+
+    def close(self) -> None:
+        """The handler is gone."""
+        self._disarm()
+
+    def _pending(self) -> bool:
+        return not self.whole and any(output.pending for output in self.outputs)
+
+    def _overflow(self) -> None:
+        if self.whole:
+            error = SluiceError(
+                Code.RESOURCE_EXHAUSTED,
+                "OUTPUT_TOO_LARGE",
+                f"the answer is larger than {TEXT_CHARS_MAX} characters; "
+                "use the streaming Generate",
+            )
+            self.fail(error, Outcome.INVALID)
+        else:
+            error = SluiceError(
+                Code.RESOURCE_EXHAUSTED,
+                "SLOW_CONSUMER",
+                f"the client left more than {self.buffer_chars_max} characters of output unread",
+            )
+            self.fail(error, Outcome.SLOW_CONSUMER)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _wake_at(self, when_s: float, now: float) -> None:
+        if when_s <= now:
+            self._wake()
+        elif self._timer is None:
+            self._timer = self._loop.call_at(when_s, self._timer_fired)
+
+    def _timer_fired(self) -> None:
+        self._timer = None
+        self._wake()
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _ignore(live: LiveRequest) -> None:
+    """Nobody waits for the first token of a request that was not dispatched."""

@@ -1,0 +1,308 @@
+"""The public service: what a client's call becomes, and what it hears.
+
+One handler per call. A handler identifies the tenant, checks the request, admits it to the gate
+and then writes what the live request has gathered, one message per flush, until the request is
+over. Methods of later layers (runs, sessions, documents, records) are answered by the generated
+base class as UNIMPLEMENTED; the error interceptor adds the typed reason.
+
+Concurrency: handlers share the event loop with the owner task; each holds only its own request.
+A client that goes away cancels its handler, whose ``finally`` frees everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+
+from scheduler_svc.adapters import translate
+from scheduler_svc.adapters.answers import deltas_due, finished, started, whole_answer
+from scheduler_svc.adapters.catalog import Catalog
+from scheduler_svc.adapters.gate import Gate, no_capacity
+from scheduler_svc.adapters.live_request import LiveRequest
+from scheduler_svc.adapters.metrics import SchedulerMetrics
+from scheduler_svc.adapters.tenants import Tenant, TenantsFile
+from scheduler_svc.config import ClassTimes
+from scheduler_svc.domain.model import (
+    InstanceName,
+    Outcome,
+    PriorityClass,
+    Ticket,
+    TicketId,
+    WorkKind,
+)
+from sluice.errors import Code, SluiceError, unavailable
+from sluice.execution.v1 import execution_pb2, execution_pb2_grpc
+from sluice.inference.v1 import inference_pb2
+from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
+from sluice.status import from_rpc_error
+
+_OUTCOMES: Final = {
+    Code.INVALID_ARGUMENT: Outcome.INVALID,
+    Code.NOT_FOUND: Outcome.INVALID,
+    Code.FAILED_PRECONDITION: Outcome.INVALID,
+    Code.UNAUTHENTICATED: Outcome.UNAUTHENTICATED,
+    Code.PERMISSION_DENIED: Outcome.FORBIDDEN,
+    Code.RESOURCE_EXHAUSTED: Outcome.QUEUE_FULL,
+    Code.UNAVAILABLE: Outcome.NO_INSTANCE,
+    Code.DEADLINE_EXCEEDED: Outcome.DEADLINE_EXCEEDED,
+}
+
+EmbedStub = execution_pb2_grpc.ExecutionServiceAsyncStub
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls and under which identifier."""
+
+    tenant: Tenant
+    request_id: str
+    priority_class: PriorityClass
+
+
+class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        catalog: Catalog,
+        tenants: TenantsFile,
+        times: ClassTimes,
+        metrics: SchedulerMetrics,
+        embed_stub: Callable[[InstanceName], EmbedStub | None],
+    ) -> None:
+        self._gate = gate
+        self._catalog = catalog
+        self._tenants = tenants
+        self._times = times
+        self._metrics = metrics
+        self._embed_stub = embed_stub
+        self._ids = itertools.count(1)
+        self._loop = asyncio.get_running_loop()
+
+    async def Generate(self, request: generate_pb2.GenerateRequest, context: Context) -> None:
+        """See scheduler.proto."""
+        live, field = self._generation(request, context, whole=False)
+        async with self._served(live, field):
+            sequence = 0
+            while not live.over:
+                await live.ready()
+                now = self._loop.time()
+                messages = [started(live)] if live.started_due else []
+                live.started_due = False
+                if deltas := deltas_due(live):
+                    messages += deltas
+                    live.flushed(now)
+                if live.ended is not None:
+                    messages.append(finished(live, now))
+                for message in messages:
+                    sequence += 1
+                    message.sequence = sequence
+                    live.write_began_s = self._loop.time()
+                    await context.write(message)
+                    live.write_began_s = 0.0
+                self._metrics.messages += len(messages)
+
+    async def GenerateText(
+        self, request: generate_pb2.GenerateTextRequest, context: Context
+    ) -> generate_pb2.GenerateTextResponse:
+        """See scheduler.proto."""
+        live, field = self._generation(request, context, whole=True)
+        async with self._served(live, field):
+            await live.finished()
+        return whole_answer(live, self._loop.time())
+
+    async def Embed(
+        self, request: generate_pb2.EmbedRequest, context: Context
+    ) -> generate_pb2.EmbedResponse:
+        """See scheduler.proto."""
+        live = self._embedding(request, context)
+        async with self._served(live, "texts"):
+            response = await self._embed(live, request)
+        answer = response.response
+        return generate_pb2.EmbedResponse(
+            embeddings=[
+                generate_pb2.Embedding(values=embedding.values) for embedding in answer.embeddings
+            ],
+            usage=answer.usage,
+            model=live.ticket.model,
+            instance=response.instance,
+            request_id=live.ticket.request_id,
+            simulated=answer.simulated,
+        )
+
+    async def ListModels(
+        self, request: generate_pb2.ListModelsRequest, context: Context
+    ) -> generate_pb2.ListModelsResponse:
+        """See scheduler.proto."""
+        tenant = self._tenants.tenant(_header(context, "authorization"))
+        return generate_pb2.ListModelsResponse(models=self._catalog.list(tenant))
+
+    # Admission.
+
+    def _caller(
+        self, request: translate.GenerateMessage | generate_pb2.EmbedRequest, context: Context
+    ) -> Caller:
+        tenant = self._tenants.tenant(_header(context, "authorization"))
+        identifier = translate.request_id(request.request_id, _header(context, "x-request-id"))
+        wanted = translate.priority_class(request.priority_class)
+        return Caller(tenant, identifier, tenant.class_for(wanted))
+
+    def _generation(
+        self, request: translate.GenerateMessage, context: Context, *, whole: bool
+    ) -> tuple[LiveRequest, str]:
+        """Checks a request and makes its live form; raises a typed refusal."""
+        try:
+            caller = self._caller(request, context)
+            source = translate.read_input(request)
+            model = self._catalog.resolve(request.model, caller.tenant)
+            work = translate.work_for(request, caller.tenant.name, caller.request_id, model, source)
+            domain = self._gate.domain
+            ticket = self._ticket(caller, model, source.size_bytes, context)
+            ticket.prompt_tokens = source.tokens or domain.expected_prompt_tokens(
+                model, source.size_bytes
+            )
+            ticket.output_tokens = work.sampling.n * domain.expected_output_tokens(
+                caller.tenant.name, model, work.sampling.max_tokens
+            )
+            if request.HasField("first_token_limit"):
+                limit = request.first_token_limit
+                asked_s = limit.seconds + limit.nanos / 1e9
+                if asked_s <= 0:
+                    raise translate.invalid("first_token_limit", "must be more than 0")
+                ticket.first_token_limit_s = ticket.arrival_s + asked_s
+            if not self._gate.flush.can_open(caller.priority_class):
+                raise no_capacity(retry_after_s=1.0)
+        except SluiceError as refusal:
+            self._metrics.refused(_OUTCOMES.get(refusal.code, Outcome.INTERNAL))
+            raise
+        live = LiveRequest(
+            ticket,
+            work,
+            self._gate.flush,
+            loop=self._loop,
+            whole=whole,
+            want_token_ids=request.return_token_ids,
+            inter_token_limit_s=self._times.inter_token_limit_s,
+        )
+        return live, source.field
+
+    def _embedding(self, request: generate_pb2.EmbedRequest, context: Context) -> LiveRequest:
+        try:
+            caller = self._caller(request, context)
+            size_bytes = translate.check_embed(request)
+            model = self._catalog.resolve(request.model, caller.tenant, embeds=True)
+            ticket = self._ticket(caller, model, size_bytes, context, kind=WorkKind.EMBED)
+            ticket.first_token_limit_s = ticket.deadline_s
+            ticket.prompt_tokens = self._gate.domain.expected_prompt_tokens(model, size_bytes)
+        except SluiceError as refusal:
+            self._metrics.refused(_OUTCOMES.get(refusal.code, Outcome.INTERNAL))
+            raise
+        work = inference_pb2.Work(request_id=caller.request_id, model=model)
+        return LiveRequest(ticket, work, self._gate.flush, loop=self._loop, unary=True)
+
+    def _ticket(
+        self,
+        caller: Caller,
+        model: str,
+        size_bytes: int,
+        context: Context,
+        kind: WorkKind = WorkKind.GENERATE,
+    ) -> Ticket:
+        now = self._loop.time()
+        remaining_s = context.time_remaining()
+        if remaining_s is None:
+            remaining_s = self._times.deadline_s(caller.priority_class)
+        deadline_s = now + min(remaining_s, self._times.deadline_max_s)
+        return Ticket(
+            id=TicketId(next(self._ids)),
+            request_id=caller.request_id,
+            tenant=caller.tenant.name,
+            model=model,
+            priority_class=caller.priority_class,
+            arrival_s=now,
+            deadline_s=deadline_s,
+            first_token_limit_s=now + self._times.first_token_limit_s(caller.priority_class),
+            prompt_tokens=0,
+            output_tokens=0,
+            size_bytes=size_bytes,
+            kind=kind,
+        )
+
+    # Serving.
+
+    @asynccontextmanager
+    async def _served(self, live: LiveRequest, field: str) -> AsyncIterator[None]:
+        """Admits a live request for as long as its handler serves it, and records its end."""
+        ticket = live.ticket
+        span = self._metrics.request_span(ticket)
+        live.traceparent = span.traceparent
+        task = asyncio.current_task()
+        assert task is not None
+        live.abandon = task.cancel
+        self._gate.flush.open(ticket.priority_class)
+        self._gate.admit(live)
+        outcome = Outcome.CANCELLED
+        try:
+            yield
+            if live.error is not None:
+                raise translate.public_error(live.error, field)
+            outcome = Outcome.FINISHED
+        except SluiceError:
+            outcome = live.outcome or Outcome.INTERNAL
+            raise
+        except asyncio.CancelledError:
+            outcome = live.outcome or Outcome.CANCELLED
+            raise
+        except BaseException:
+            outcome = Outcome.INTERNAL
+            raise
+        finally:
+            self._gate.flush.close(ticket.priority_class)
+            self._gate.leave(live, outcome)
+            self._metrics.ended(live, outcome, self._loop.time(), span)
+
+    async def _embed(
+        self, live: LiveRequest, request: generate_pb2.EmbedRequest
+    ) -> execution_pb2.ExecuteEmbedResponse:
+        """Calls the instance that the gate chose, again after each failure that is placed anew."""
+        attempt = 0
+        while True:
+            await live.placed(attempt)
+            if live.error is not None:
+                raise translate.public_error(live.error, "texts")
+            attempt = live.attempt
+            stub = self._embed_stub(live.instance)
+            try:
+                if stub is None:
+                    raise unavailable("EXECUTION_UNREACHABLE", "no execution service is reachable")
+                message = self._gate.embed_request(live, request.texts)
+                timeout = live.ticket.deadline_s - self._loop.time()
+                response = await stub.ExecuteEmbed(
+                    message, timeout=timeout, metadata=_trace(live.traceparent)
+                )
+            except grpc.aio.AioRpcError as error:
+                self._gate.unary_failed(live, from_rpc_error(error))
+            except SluiceError as error:
+                self._gate.unary_failed(live, error)
+            else:
+                self._gate.unary_ended(live)
+                return response
+
+
+def _header(context: Context, name: str) -> str | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == name and isinstance(value, str):
+            return value
+    return None
+
+
+def _trace(traceparent: str) -> tuple[tuple[str, str], ...]:
+    return (("traceparent", traceparent),) if traceparent else ()

@@ -1,0 +1,183 @@
+"""From a client's request to an engine's work, with every check that costs nothing.
+
+Checks sizes, counts and which input was given; ranges of sampling parameters belong to the
+inference layer, whose refusals name the same field paths. Stateless. All limits are named here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from scheduler_svc.domain.model import PriorityClass
+from sluice.common.v1 import input_pb2, policy_pb2, sampling_pb2
+from sluice.errors import FieldViolation, SluiceError, invalid
+from sluice.ids import is_request_id, new_request_id
+from sluice.inference.v1 import inference_pb2
+from sluice.scheduler.v1 import generate_pb2
+
+PROMPT_BYTES_MAX: Final = 4 * 1024 * 1024
+MESSAGES_MAX: Final = 4096
+TOOLS_MAX: Final = 128
+TOKEN_IDS_MAX: Final = 1_000_000
+OUTPUTS_MAX: Final = 8
+CACHE_SALT_BYTES_MAX: Final = 128
+EMBED_TEXTS_MAX: Final = 256
+DEFAULT_MAX_TOKENS: Final = 512
+"""Output limit of a request that sets none; the model's context caps it further."""
+
+GenerateMessage = generate_pb2.GenerateRequest | generate_pb2.GenerateTextRequest
+
+_CLASSES: Final = {
+    policy_pb2.PRIORITY_CLASS_CRITICAL: PriorityClass.CRITICAL,
+    policy_pb2.PRIORITY_CLASS_INTERACTIVE: PriorityClass.INTERACTIVE,
+    policy_pb2.PRIORITY_CLASS_STANDARD: PriorityClass.STANDARD,
+    policy_pb2.PRIORITY_CLASS_BATCH: PriorityClass.BATCH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input for the engine, its size in bytes of text (0 for token ids) and its token count
+    where that is known exactly."""
+
+    message: input_pb2.Input
+    size_bytes: int
+    tokens: int | None
+    field: str
+
+
+def request_id(given: str, header: str | None) -> str:
+    """The request's identifier: the field, else a sane x-request-id header, else a new UUID."""
+    if given:
+        if not is_request_id(given):
+            raise invalid("request_id", "must be 1 to 128 visible ASCII characters")
+        return given
+    if header and is_request_id(header):
+        return header
+    return new_request_id()
+
+
+def priority_class(
+    wanted: policy_pb2.PriorityClass.ValueType,
+) -> PriorityClass | None:
+    """The class asked for; None when unset."""
+    if wanted == policy_pb2.PRIORITY_CLASS_UNSPECIFIED:
+        return None
+    if wanted not in _CLASSES:
+        raise invalid("priority_class", "is not a known class")
+    return _CLASSES[wanted]
+
+
+def read_input(request: GenerateMessage) -> Input:
+    """The one input of a request; exactly one of the four forms must be given."""
+    given = [name for name in ("prompt", "messages", "text", "token_ids") if getattr(request, name)]
+    if len(given) != 1:
+        problem = "is needed" if not given else "may be given, not " + " and ".join(given)
+        raise invalid(
+            given[0] if given else "messages",
+            f"exactly one of prompt, messages, text and token_ids {problem}",
+        )
+    field = given[0]
+    if request.tools and field != "messages":
+        raise invalid("tools", "need messages")
+    message = input_pb2.Input()
+    if field == "prompt":
+        message.conversation.messages.add(role="user", content=request.prompt)
+    elif field == "messages":
+        _check_count("messages", len(request.messages), MESSAGES_MAX)
+        _check_count("tools", len(request.tools), TOOLS_MAX)
+        message.conversation.messages.extend(request.messages)
+        message.conversation.tools.extend(request.tools)
+    elif field == "text":
+        message.text = request.text
+    else:
+        _check_count("token_ids", len(request.token_ids), TOKEN_IDS_MAX)
+        message.token_ids.ids.extend(request.token_ids)
+        return Input(message, 0, len(request.token_ids), field)
+    size_bytes = message.ByteSize()
+    if size_bytes > PROMPT_BYTES_MAX:
+        raise invalid(field, f"is {size_bytes} bytes; at most {PROMPT_BYTES_MAX} are allowed")
+    return Input(message, size_bytes, None, field)
+
+
+def read_sampling(request: GenerateMessage) -> sampling_pb2.SamplingParams:
+    """The sampling parameters with the output limit filled in."""
+    sampling = sampling_pb2.SamplingParams()
+    sampling.CopyFrom(request.sampling)
+    if sampling.HasField("n") and not 1 <= sampling.n <= OUTPUTS_MAX:
+        raise invalid("sampling.n", f"must be 1 to {OUTPUTS_MAX}")
+    if not sampling.HasField("max_tokens"):
+        sampling.max_tokens = max(DEFAULT_MAX_TOKENS, sampling.min_tokens)
+    elif sampling.max_tokens == 0:
+        raise invalid("sampling.max_tokens", "must be 1 or more; leave it out for the default")
+    return sampling
+
+
+def cache_salt(tenant: str, given: str) -> str:
+    """Prefixes are never shared between tenants: the tenant is part of every salt."""
+    if len(given.encode()) > CACHE_SALT_BYTES_MAX:
+        raise invalid("cache_salt", f"must be at most {CACHE_SALT_BYTES_MAX} bytes")
+    return f"{tenant}/{given}"
+
+
+def work_for(
+    request: GenerateMessage, tenant: str, identifier: str, model: str, source: Input
+) -> inference_pb2.Work:
+    """The engine's work."""
+    return inference_pb2.Work(
+        request_id=identifier,
+        model=model,
+        input=source.message,
+        sampling=read_sampling(request),
+        cache_salt=cache_salt(tenant, request.cache_salt),
+    )
+
+
+def check_embed(request: generate_pb2.EmbedRequest) -> int:
+    """Checks an embedding request; returns its size in bytes."""
+    _check_count("texts", len(request.texts), EMBED_TEXTS_MAX)
+    if not request.texts:
+        raise invalid("texts", "at least one text is needed")
+    for index, text in enumerate(request.texts):
+        if not text:
+            raise invalid(f"texts[{index}]", "must not be empty")
+    size_bytes = sum(len(text.encode()) for text in request.texts)
+    if size_bytes > PROMPT_BYTES_MAX:
+        raise invalid("texts", f"are {size_bytes} bytes; at most {PROMPT_BYTES_MAX} are allowed")
+    return size_bytes
+
+
+def public_error(error: SluiceError, field: str) -> SluiceError:
+    """An inference error in the client's words: ``input...`` becomes the field that was sent."""
+    if not any(violation.field.startswith("input") for violation in error.fields):
+        return error
+    fields = [
+        FieldViolation(_public_path(violation.field, field), violation.description)
+        for violation in error.fields
+    ]
+    return SluiceError(
+        error.code,
+        error.reason,
+        error.message.replace(error.fields[0].field, fields[0].field, 1),
+        metadata=error.metadata,
+        retry_after_s=error.retry_after_s,
+        fields=fields,
+        quotas=error.quotas,
+    )
+
+
+def _public_path(path: str, field: str) -> str:
+    if not path.startswith("input"):
+        return path
+    tail = path.removeprefix("input.conversation.messages")
+    if field == "messages" and tail != path:
+        return f"messages{tail}"
+    if path.startswith("input.conversation.tools"):
+        return path.removeprefix("input.conversation.")
+    return field
+
+
+def _check_count(field: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise invalid(field, f"has {count} entries; at most {limit} are allowed")

@@ -1,0 +1,122 @@
+"""Settings of the scheduler service: section ``[scheduler]`` of ``sluice.toml``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from scheduler_svc.domain.model import PriorityClass
+from sluice.config import section, setting
+
+
+@section("scheduler")
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Everything that can be set; times in seconds unless said."""
+
+    name: str = setting("scheduler-0", help="Name of this scheduler in logs, grants and status.")
+    bind: str = setting("127.0.0.1:50051", help="Address of the public API; only Envoy calls it.")
+    mesh_bind: str = setting(
+        "127.0.0.1:50052", help="Address of the mesh-only API for the model calls of agents."
+    )
+    executions: tuple[str, ...] = setting(
+        ("127.0.0.1:50061",), ge=1, le=64, help="gRPC targets of the execution replicas."
+    )
+    instances: tuple[str, ...] = setting(
+        (),
+        le=4096,
+        help="Instances: name=host:port each, or dns:///host:port for all addresses of a name.",
+    )
+    tenants_file: Path = setting(
+        Path(".sluice/tenants.toml"), help="Tenants and the hashes of their keys."
+    )
+    keys_dir: Path = setting(
+        Path(".sluice/keys"), help="Folder with the private key that signs dispatch grants."
+    )
+    default_model: str = setting(
+        "", help="Model of requests that name none. Empty: the first that generates, by name."
+    )
+    default_embedding_model: str = setting(
+        "", help="Model of embedding requests that name none. Empty: the first that embeds."
+    )
+    drain_grace_s: float = setting(
+        120.0, unit="s", ge=0.0, le=3600.0, help="Longest wait for open requests at shutdown."
+    )
+
+    deadline_critical_s: float = setting(
+        60.0, unit="s", ge=0.1, le=86400.0, help="Deadline of critical requests that set none."
+    )
+    deadline_interactive_s: float = setting(
+        120.0, unit="s", ge=0.1, le=86400.0, help="Deadline of interactive requests that set none."
+    )
+    deadline_standard_s: float = setting(
+        300.0, unit="s", ge=0.1, le=86400.0, help="Deadline of standard requests that set none."
+    )
+    deadline_batch_s: float = setting(
+        3600.0, unit="s", ge=0.1, le=86400.0, help="Deadline of batch requests that set none."
+    )
+    deadline_max_s: float = setting(
+        3600.0, unit="s", ge=0.1, le=86400.0, help="Longest deadline that a request may set."
+    )
+    first_token_critical_s: float = setting(
+        15.0, unit="s", ge=0.05, le=86400.0, help="First-token limit of critical requests."
+    )
+    first_token_interactive_s: float = setting(
+        30.0, unit="s", ge=0.05, le=86400.0, help="First-token limit of interactive requests."
+    )
+    first_token_standard_s: float = setting(
+        120.0, unit="s", ge=0.05, le=86400.0, help="First-token limit of standard requests."
+    )
+    first_token_batch_s: float = setting(
+        3600.0, unit="s", ge=0.05, le=86400.0, help="First-token limit of batch requests."
+    )
+    inter_token_limit_s: float = setting(
+        30.0, unit="s", ge=0.05, le=3600.0, help="Longest pause between two tokens of one output."
+    )
+    write_cost_us: float = setting(
+        100.0, unit="us", ge=1.0, le=10000.0, help="CPU time of one client write, for the flush."
+    )
+    write_share: float = setting(
+        0.3, ge=0.05, le=1.0, help="Share of one core that client writes keep to."
+    )
+    write_capacity: float = setting(
+        0.6, ge=0.05, le=1.0, help="Share of one core beyond which new streams are refused."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ClassTimes:
+    """Limits on time by class, in seconds."""
+
+    deadlines_s: dict[PriorityClass, float]
+    first_tokens_s: dict[PriorityClass, float]
+    deadline_max_s: float
+    inter_token_limit_s: float
+
+    def deadline_s(self, priority_class: PriorityClass) -> float:
+        """Total deadline of a request that sets none."""
+        return self.deadlines_s[priority_class]
+
+    def first_token_limit_s(self, priority_class: PriorityClass) -> float:
+        """Longest wait for the first token."""
+        return self.first_tokens_s[priority_class]
+
+
+def class_times(config: SchedulerConfig) -> ClassTimes:
+    """The limits on time, by class."""
+    return ClassTimes(
+        deadlines_s={
+            PriorityClass.CRITICAL: config.deadline_critical_s,
+            PriorityClass.INTERACTIVE: config.deadline_interactive_s,
+            PriorityClass.STANDARD: config.deadline_standard_s,
+            PriorityClass.BATCH: config.deadline_batch_s,
+        },
+        first_tokens_s={
+            PriorityClass.CRITICAL: config.first_token_critical_s,
+            PriorityClass.INTERACTIVE: config.first_token_interactive_s,
+            PriorityClass.STANDARD: config.first_token_standard_s,
+            PriorityClass.BATCH: config.first_token_batch_s,
+        },
+        deadline_max_s=config.deadline_max_s,
+        inter_token_limit_s=config.inter_token_limit_s,
+    )

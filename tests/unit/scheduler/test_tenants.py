@@ -1,0 +1,125 @@
+"""Tenants, keys and the file they come from."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from scheduler_svc.adapters.tenants import TenantsFile, TenantsFileError, parse
+from scheduler_svc.domain.model import PriorityClass
+from sluice.errors import Code, SluiceError
+
+
+def key_hash(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+GOOD = f"""
+admin_key_sha256 = ["{key_hash("root-key")}"]
+[[tenant]]
+name = "dev"
+key_sha256 = ["{key_hash("k1")}", "{key_hash("k2")}"]
+ceiling = "interactive"
+default_class = "standard"
+models = ["m1"]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tenants.toml"
+    path.write_text(GOOD)
+    return path
+
+
+@pytest.mark.parametrize("header", ["Bearer k1", "bearer k2", "BEARER k1"])
+def test_a_known_key_names_its_tenant(file: Path, header: str) -> None:
+    assert TenantsFile(file).tenant(header).name == "dev"
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (None, "KEY_MISSING"),
+        ("", "KEY_MISSING"),
+        ("k1", "KEY_MALFORMED"),
+        ("Basic k1", "KEY_MALFORMED"),
+        ("Bearer ", "KEY_MALFORMED"),
+        ("Bearer " + "x" * 513, "KEY_MALFORMED"),
+        ("Bearer nope", "KEY_UNKNOWN"),
+        ("Bearer root-key", "KEY_UNKNOWN"),
+    ],
+)
+def test_anything_else_is_unauthenticated_with_a_reason(
+    file: Path, header: str | None, reason: str
+) -> None:
+    with pytest.raises(SluiceError) as raised:
+        TenantsFile(file).tenant(header)
+    assert (raised.value.code, raised.value.reason) == (Code.UNAUTHENTICATED, reason)
+
+
+def test_an_admin_key_is_not_a_tenants_key_and_the_other_way_round(file: Path) -> None:
+    tenants = TenantsFile(file)
+    tenants.check_admin("Bearer root-key")
+    with pytest.raises(SluiceError) as raised:
+        tenants.check_admin("Bearer k1")
+    assert raised.value.code is Code.PERMISSION_DENIED
+    with pytest.raises(SluiceError) as raised:
+        tenants.check_admin("Bearer nope")
+    assert raised.value.code is Code.UNAUTHENTICATED
+
+
+def test_a_class_is_lowered_to_the_ceiling_and_defaults_to_the_tenants(file: Path) -> None:
+    tenant = TenantsFile(file).tenant("Bearer k1")
+    assert tenant.class_for(PriorityClass.CRITICAL) is PriorityClass.INTERACTIVE
+    assert tenant.class_for(PriorityClass.BATCH) is PriorityClass.BATCH
+    assert tenant.class_for(None) is PriorityClass.STANDARD
+    assert tenant.may_use("m1")
+    assert not tenant.may_use("m2")
+
+
+def test_a_changed_file_is_read_and_a_bad_one_keeps_the_last_good(file: Path) -> None:
+    tenants = TenantsFile(file)
+    file.write_text(GOOD.replace(key_hash("k1"), key_hash("k3")))
+    os.utime(file, ns=(1, 1))
+    tenants.refresh()
+    assert tenants.tenant("Bearer k3").name == "dev"
+    file.write_text("not toml [")
+    tenants.refresh()
+    assert tenants.reloads_failed == 1
+    assert tenants.tenant("Bearer k3").name == "dev"
+    file.unlink()
+    tenants.refresh()
+    assert tenants.reloads_failed == 2
+    assert tenants.tenant("Bearer k3").name == "dev"
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("x = [", "not TOML"),
+        ("[[tenant]]\nname = 'A'", "tenant[0].name"),
+        ("[[tenant]]\nname = 'a'\nceiling = 'urgent'", "tenant[0].ceiling"),
+        ("[[tenant]]\nname = 'a'\ndefault_class = 3", "tenant[0].default_class"),
+        ("[[tenant]]\nname = 'a'\nmodels = 'm'", "tenant[0].models"),
+        ("[[tenant]]\nname = 'a'\nagents = 'yes'", "tenant[0].agents"),
+        ("[[tenant]]\nname = 'a'\nkey_sha256 = ['zz']", "tenant[0].key_sha256"),
+        ("[[tenant]]\nname = 'a'\nquota = 1", "tenant[0].quota"),
+        ("[[tenant]]\nname = 'a'\n[[tenant]]\nname = 'a'", "tenant[1].name"),
+        ("tenant = [3]", "tenant[0]"),
+        ("admin_key_sha256 = 'x'", "admin_key_sha256"),
+    ],
+)
+def test_a_wrong_file_names_the_entry_and_the_field(text: str, where: str) -> None:
+    with pytest.raises(TenantsFileError) as raised:
+        parse(text)
+    assert where in str(raised.value)
+
+
+def test_one_key_for_two_tenants_is_refused() -> None:
+    entry = f"[[tenant]]\nname = '%s'\nkey_sha256 = ['{key_hash('k')}']\n"
+    with pytest.raises(TenantsFileError, match="two tenants"):
+        parse(entry % "a" + entry % "b")
