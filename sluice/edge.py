@@ -19,11 +19,11 @@ import ipaddress
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import jinja2
@@ -37,6 +37,7 @@ from sluice.mesh_config import MeshSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ROOT / "envoy" / "envoy.yaml.j2"
+LUA = ROOT / "envoy" / "json.lua.j2"
 DESCRIPTORS = ROOT / "protos" / "build" / "sluice.binpb"
 PUBLIC_FILE = "sluice/scheduler/v1/scheduler.proto"
 PUBLIC_SERVICE = "SchedulerService"
@@ -64,6 +65,18 @@ _TARGET_VALUES: Mapping[Target, Mapping[str, object]] = {
         "tls_private_key": "/etc/sluice/tls/tls.key",
     },
 }
+
+
+class JsonRoute(NamedTuple):
+    """A route of the JSON API; `body` is the message that its body holds, empty for none."""
+
+    verb: str
+    path: str
+    body: str
+
+
+# The forms of http annotations that the template routes: no variables, no partial bodies.
+_BODY_OF_VERB: Mapping[str, str] = {"get": "", "delete": "", "post": "*", "put": "*", "patch": "*"}
 
 
 class MeshView(Protocol):
@@ -116,6 +129,10 @@ def render(envoy: EnvoySettings, mesh: MeshView) -> str:
         keep_trailing_newline=True,
     )
     image = descriptor_pb2.FileDescriptorSet(file=files.values())
+    bodies = {route.path: route.body for route in routes if route.body}
+    lua = environment.get_template(LUA.name).render(
+        messages=_fields(files, bodies.values()), bodies=bodies
+    )
     return environment.get_template(TEMPLATE.name).render(
         e=envoy,
         schedulers=schedulers,
@@ -124,7 +141,8 @@ def render(envoy: EnvoySettings, mesh: MeshView) -> str:
         otlp_static=otlp is not None and _is_address(otlp[0]),
         trace_percent=round(mesh.trace_sample_ratio * 100, 4),
         json_routes=routes,
-        json_paths="|".join(sorted({re.escape(path) for _, path in routes})),
+        json_paths="|".join(sorted({re.escape(route.path) for route in routes})),
+        lua=lua,
         grpc_timeout_pattern=grpc_timeout_pattern(envoy.grpc_timeout_max_s),
         descriptors=base64.b64encode(image.SerializeToString(deterministic=True)).decode(),
     )
@@ -204,8 +222,8 @@ def _public_files() -> dict[str, descriptor_pb2.FileDescriptorProto]:
     return found
 
 
-def _json_routes(file: descriptor_pb2.FileDescriptorProto) -> list[tuple[str, str]]:
-    """(verb, path) of every http annotation of the public service, in its order."""
+def _json_routes(file: descriptor_pb2.FileDescriptorProto) -> list[JsonRoute]:
+    """Every http annotation of the public service, in its order."""
     service = next(service for service in file.service if service.name == PUBLIC_SERVICE)
     routes = []
     for method in service.method:
@@ -213,12 +231,40 @@ def _json_routes(file: descriptor_pb2.FileDescriptorProto) -> list[tuple[str, st
             continue
         rule = method.options.Extensions[annotations_pb2.http]
         for binding in (rule, *rule.additional_bindings):
-            verb = binding.WhichOneof("pattern")
-            path = getattr(binding, verb or "get")
-            if verb not in ("get", "post", "put", "patch", "delete") or "{" in path:
-                raise ConfigError(f"{PUBLIC_SERVICE}.{method.name}", f"{verb} {path!r}: no route form")
-            routes.append((verb.upper(), path))
+            verb = binding.WhichOneof("pattern") or ""
+            path = getattr(binding, verb) if verb in _BODY_OF_VERB else ""
+            if not path or "{" in path or binding.body != _BODY_OF_VERB[verb]:
+                where = f"{PUBLIC_SERVICE}.{method.name}"
+                raise ConfigError(where, f"no route form for {str(binding).strip()!r}")
+            body = method.input_type.removeprefix(".") if binding.body else ""
+            routes.append(JsonRoute(verb.upper(), path, body))
     return routes
+
+
+def _fields(
+    files: Mapping[str, descriptor_pb2.FileDescriptorProto], roots: Iterable[str]
+) -> dict[str, dict[str, str | bool]]:
+    """Message -> JSON name of a field -> its message, or False where nothing below is checked.
+
+    Holds `roots` and what they reach. Both names that proto JSON permits are there. Maps and
+    google.* messages have JSON forms of their own and are not looked into.
+    """
+    known = {f"{f.package}.{m.name}": m for f in files.values() for m in f.message_type}
+    found: dict[str, dict[str, str | bool]] = {}
+    waiting = list(roots)
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found[name] = {}
+        for field in known[name].field:
+            kind = field.type_name.removeprefix(".")
+            checked = kind in known and not kind.startswith("google.")
+            for json_name in (field.name, field.json_name):
+                found[name][json_name] = kind if checked else False
+            if checked:
+                waiting.append(kind)
+    return found
 
 
 def _host_port(value: str, where: str) -> tuple[str, int]:
