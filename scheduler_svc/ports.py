@@ -36,7 +36,7 @@ class Need:
 class FleetColumns(Protocol):
     """Read-only columns. Counts are this scheduler's ledger plus what others were reported to run.
 
-    context_tokens: most tokens of prompt and output together.
+    context_tokens: most tokens of prompt and output together; _min: the least of them.
     backlog_s: expected seconds of engine time of what runs there: prompt tokens outstanding
         / prefill rate + output tokens expected * step time / sequences_max.
     prompt_s_per_token: 1 / prefill rate. output_s_per_token: step time / sequences_max.
@@ -45,6 +45,8 @@ class FleetColumns(Protocol):
 
     @property
     def context_tokens(self) -> Column: ...
+    @property
+    def context_tokens_min(self) -> float: ...
     @property
     def backlog_s(self) -> Column: ...
     @property

@@ -63,6 +63,8 @@ class SchedulerLimits:
 
     # Attempts on instances that fail before the first token.
     attempts_max: int = 3
+    # The instance itself ends a running ticket at its deadline; this much later the scheduler does.
+    deadline_grace_s: float = 0.05
     # How long tickets wait for a known model that no instance can serve now (restart of an engine).
     no_instance_wait_s: float = 10.0
     # Tickets per model and turn that may be set aside because they fit nowhere, while later ones
@@ -82,4 +84,3 @@ class SchedulerLimits:
     tenant_models_max: int = 4_096
     default_bytes_per_token: float = 3.5
     default_output_tokens: int = 128
-    default_service_s: float = 2.0

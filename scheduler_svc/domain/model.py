@@ -64,6 +64,9 @@ class WorkKind(Enum):
     EMBED = "embed"  # a unary call: needs no credit, has no output tokens
 
 
+Line = tuple[str, WorkKind]  # model and kind: what waits for the same instances
+
+
 class TicketState(Enum):
     """Where a ticket is. ``LOST`` is running on an instance that is gone, until ``failed``."""
 
@@ -75,7 +78,7 @@ class TicketState(Enum):
     ENDED = "ended"
 
 
-class Refusal(SluiceError):
+class Refusal(SluiceError):  # noqa: N818 - the domain's word, and what it is
     """A typed error together with the outcome to record."""
 
     def __init__(
@@ -134,6 +137,11 @@ class Ticket:
     returned: bool = field(default=False, init=False)
     passed_over: int = field(default=0, init=False)
     abort_outcome: Outcome | None = field(default=None, init=False)
+
+    @property
+    def line(self) -> Line:
+        """Where it waits."""
+        return self.model, self.kind
 
     @property
     def due_s(self) -> float:

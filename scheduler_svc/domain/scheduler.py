@@ -1,60 +1,170 @@
 """The scheduler: admits tickets, keeps them in order, and places them where there is room.
 
-Signatures first; the body follows."""
+Owns every ticket from :meth:`Scheduler.submit` to its one terminal outcome, through the queue, the
+ledger, the fleet and the timers. Synchronous and single-threaded: the owner task calls it, then
+carries out the effects; time is passed in. After any call but ``turn`` something may be placeable:
+the owner calls ``turn`` soon, and at :meth:`Scheduler.next_wakeup`.
+
+A ticket: NEW -> WAITING -> RUNNING -> ENDED; from RUNNING back to WAITING (rejected, or failed
+before the first token), to LOST (its stream broke; ``failed`` decides) or to ABORTING (cancelled or
+too late; the room is taken until the instance confirms). Events for another attempt than the
+current one are stale and change nothing.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
+from scheduler_svc.domain import refusals
+from scheduler_svc.domain.admission import Admission
+from scheduler_svc.domain.estimate import Estimates
+from scheduler_svc.domain.fleet import Fleet, Instance
+from scheduler_svc.domain.heap import LazyHeap
+from scheduler_svc.domain.ledger import Ledger
 from scheduler_svc.domain.limits import SchedulerLimits
 from scheduler_svc.domain.model import (
     Abort,
     Demand,
+    Dispatch,
     Effect,
     InstanceName,
     InstanceReport,
+    Line,
     Outcome,
+    PriorityClass,
     Refusal,
+    Refuse,
     RejectKind,
     Ticket,
     TicketId,
+    TicketState,
+    WorkKind,
 )
+from scheduler_svc.domain.queue import TicketQueue
+from scheduler_svc.domain.snapshot import InstanceStatus, Snapshot
+from scheduler_svc.domain.turn import Scan
 from scheduler_svc.ports import PlacementPolicy
+
+_HOLDS_ROOM = (TicketState.RUNNING, TicketState.ABORTING)
 
 
 class Scheduler:
-    """All calls are synchronous, from one owner task. Stale (ticket, attempt) pairs are ignored."""
+    """The whole domain behind one object; see the module's text for the rules of calling it."""
 
-    def __init__(self, limits: SchedulerLimits, placement: PlacementPolicy) -> None: ...
+    def __init__(self, limits: SchedulerLimits, placement: PlacementPolicy) -> None:
+        self._limits = limits
+        self._placement = placement
+        self._tickets: dict[TicketId, Ticket] = {}  # bounded by the queue's and the fleet's bounds
+        self._queue = TicketQueue(limits.classes)
+        self._ledger = Ledger(limits.instances_max)
+        self._fleet = Fleet(limits, self._ledger)
+        self._estimates = Estimates(limits)
+        self._timers: LazyHeap[Ticket] = LazyHeap()
+        self._admission = Admission(limits, self._queue, self._ledger, self._fleet, self._estimates)
+        self._draining = False
+        self._submitted = 0
+        self._outcomes: Counter[Outcome] = Counter()
+        self._fleet_full = 0
 
-    # --- tickets -----------------------------------------------------------------------------
+    # --- tickets -------------------------------------------------------------------------------
+
     def submit(self, ticket: Ticket, now: float) -> Refusal | None:
-        """None = queued. Refusal (a SluiceError with .outcome): QUEUE_FULL, HOPELESS, NO_INSTANCE,
-        DRAINING, DEADLINE_EXCEEDED. Needs a turn() afterwards."""
-        raise NotImplementedError
+        """Queues a ticket; ``None`` when it waits. Otherwise it is over, with one of QUEUE_FULL,
+        HOPELESS, NO_INSTANCE, DRAINING or DEADLINE_EXCEEDED. O(log n)."""
+        assert ticket.state is TicketState.NEW, "submitted twice"
+        assert ticket.id not in self._tickets, "two tickets with one id"
+        self._submitted += 1
+        if self._draining:
+            refusal: Refusal | None = refusals.draining(self._limits.retry_after_min_s)
+        else:
+            refusal = self._admission.refusal(ticket, now)
+        if refusal is not None:
+            self._finish(ticket, refusal.outcome)
+            return refusal
+        self._tickets[ticket.id] = ticket
+        self._enqueue(ticket, now)
+        return None
 
     def turn(self, now: float) -> list[Effect]:
-        """Dispatch / Refuse / Abort (a running ticket passed its first-token limit or deadline:
-        Abort.reason FIRST_TOKEN_TIMEOUT or DEADLINE_EXCEEDED with Abort.error for the client)."""
-        raise NotImplementedError
+        """Expires what is too late, then places what waits as long as there is room. Effects are
+        in the order in which they happened. O(dispatches + lines), each times the columns."""
+        effects: list[Effect] = []
+        self._look(now)
+        self._expire(now, effects)
+        self._place(now, effects)
+        return effects
 
     def cancel(
         self, ticket_id: TicketId, now: float, outcome: Outcome = Outcome.CANCELLED
     ) -> Abort | None:
-        """Queued: removed. Running: Abort, room is freed by ended/rejected/failed/lost. Unknown or
-        already aborting: None."""
-        raise NotImplementedError
+        """Ends a ticket from the client's side. Waiting: it is over. Running: the effect to carry
+        out. Unknown, or aborting already: nothing."""
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None or ticket.state is TicketState.ABORTING:
+            return None
+        if ticket.state is TicketState.RUNNING:
+            return self._abort(ticket, outcome, None)
+        if ticket.state is TicketState.WAITING:
+            self._queue.leave(ticket, served=False)
+        self._finish(ticket, outcome)
+        return None
 
     def accepted(
         self, ticket_id: TicketId, attempt: int, prompt_tokens: int, cached_tokens: int, now: float
-    ) -> None: ...
+    ) -> None:
+        """The engine took it; the exact prompt corrects the ledger and the learnt ratio."""
+        ticket = self._current(ticket_id, attempt)
+        if ticket is None:
+            return
+        self._estimates.saw_prompt(ticket.model, ticket.size_bytes, prompt_tokens)
+        ticket.prompt_tokens = prompt_tokens
+        instance = self._fleet.at(ticket.row)
+        block, kv_max = self._memory(instance)
+        self._ledger.correct(ticket, cached_tokens, block, kv_max)
+        self._fleet.refresh_row(ticket.row)
 
-    def first_token(self, ticket_id: TicketId, attempt: int, now: float) -> None: ...
+    def first_token(self, ticket_id: TicketId, attempt: int, now: float) -> None:
+        """The engine made the first token; from here on only the total deadline counts."""
+        ticket = self._current(ticket_id, attempt)
+        if ticket is None or ticket.first_token:
+            return
+        ticket.first_token = True
+        self._ledger.first_token(ticket)
+        self._fleet.refresh_row(ticket.row)
+        if ticket.state is TicketState.RUNNING:
+            self._watch_running(ticket)
 
     def progressed(self, ticket_id: TicketId, attempt: int, tokens: int) -> None:
-        """``tokens``: output tokens of this attempt SO FAR (cumulative)."""
+        """``tokens``: output tokens of this attempt so far, over all its outputs."""
+        ticket = self._current(ticket_id, attempt)
+        if ticket is None or tokens <= ticket.generated_tokens:
+            return
+        ticket.generated_tokens = tokens
+        block, kv_max = self._memory(self._fleet.at(ticket.row))
+        self._ledger.progress(ticket, block, kv_max)
+        self._fleet.refresh_row(ticket.row)
 
-    def rejected(self, ticket_id: TicketId, attempt: int, kind: RejectKind, now: float) -> None: ...
+    def rejected(self, ticket_id: TicketId, attempt: int, kind: RejectKind, now: float) -> None:
+        """The instance did not take it: back to the head of its class, uncharged. NO_ROOM pauses
+        the instance, DRAINING closes it until its next report, EXPIRED makes the ticket too late.
+        """
+        ticket = self._current(ticket_id, attempt)
+        if ticket is None:
+            return
+        instance = self._free(ticket)
+        if kind is RejectKind.EXPIRED:
+            ticket.deadline_s = min(ticket.deadline_s, now)
+        elif instance.removed:
+            pass  # nothing starts there any more
+        elif kind is RejectKind.NO_ROOM:
+            self._fleet.pause(instance, now + self._limits.no_room_pause_s)
+        else:
+            self._fleet.drain(instance)
+        if ticket.state is TicketState.ABORTING:
+            self._finish(ticket, ticket.abort_outcome or Outcome.CANCELLED)
+        else:
+            self._return(ticket, now)
 
     def ended(
         self,
@@ -63,55 +173,281 @@ class Scheduler:
         now: float,
         outcome: Outcome = Outcome.FINISHED,
         output_tokens: int | None = None,
-    ) -> None: ...
+    ) -> None:
+        """The generation is over and its room free. ``outcome``: how, unless an abort was under
+        way; ``output_tokens``: the exact count, if known."""
+        ticket = self._current(ticket_id, attempt)
+        if ticket is None:
+            return
+        self._free(ticket)
+        if ticket.state is TicketState.ABORTING:
+            outcome = ticket.abort_outcome or outcome
+        elif outcome is Outcome.FINISHED:
+            tokens = ticket.generated_tokens if output_tokens is None else output_tokens
+            service_s = max(0.0, now - ticket.dispatched_s)
+            self._estimates.saw_output(ticket.tenant, ticket.model, tokens, service_s)
+        self._finish(ticket, outcome)
 
     def failed(
         self, ticket_id: TicketId, attempt: int, now: float, delivered: bool
     ) -> Literal["requeued", "ended"] | Refusal:
-        """ "requeued": wait for another Dispatch. "ended": stale, or it was aborting: nobody waits.
-        Refusal: tell the client. To be called for every id that lost() returned, too."""
-        raise NotImplementedError
+        """The attempt failed through no fault of the request. Nothing delivered: "requeued" for
+        another instance, ``attempts_max`` times in all. Delivered, or no attempt left: the error
+        for the client. "ended": stale or aborting, so nobody waits for an answer."""
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None or ticket.attempt != attempt or ticket.state is TicketState.WAITING:
+            return "ended"
+        if ticket.state in _HOLDS_ROOM:
+            self._free(ticket)
+        if ticket.state is TicketState.ABORTING:
+            self._finish(ticket, ticket.abort_outcome or Outcome.CANCELLED)
+            return "ended"
+        ticket.attempts += 1
+        if delivered or ticket.attempts >= self._limits.attempts_max:
+            self._finish(ticket, Outcome.INSTANCE_FAILED)
+            return refusals.instance_lost(ticket, delivered=delivered)
+        assert ticket.instance is not None
+        ticket.excluded.add(ticket.instance)
+        self._return(ticket, now)
+        return "requeued"
 
-    # --- instances ---------------------------------------------------------------------------
+    # --- instances -----------------------------------------------------------------------------
+
     def report(self, report: InstanceReport, now: float) -> bool:
-        """False: the fleet is full and the instance is not known."""
-        raise NotImplementedError
+        """Takes in what an instance says of itself; a new one joins. False: the fleet is full."""
+        known = self._fleet.get(report.name)
+        busy = known is not None and not self._ledger.load(known.row).prefill_idle
+        if busy and report.prompt_tokens_per_s:
+            self._estimates.saw_prefill(report.model, report.prompt_tokens_per_s, now)
+        taken = self._fleet.report(report, now) is not None
+        self._fleet_full += not taken
+        return taken
 
-    def credit(
-        self, instance: InstanceName, sequences: int, kv_tokens: int, now: float
-    ) -> None: ...
+    def credit(self, instance: InstanceName, sequences: int, kv_tokens: int, now: float) -> None:
+        """The most that may run there for this scheduler, what runs there now included."""
+        known = self._fleet.get(instance)
+        if known is not None:
+            self._fleet.credit(known, sequences, kv_tokens)
 
     def unreachable(self, instance: InstanceName, reason: str, now: float) -> None:
-        """The load watch broke: no dispatch until the next report. Running tickets stay."""
+        """Its load watch broke: nothing starts there until its next report; what runs, runs on."""
+        known = self._fleet.get(instance)
+        if known is not None:
+            self._fleet.close(known, reason)
 
     def lost(self, instance: InstanceName, now: float) -> list[TicketId]:
-        """The frame stream broke (or a new epoch): its room is free, its credit is 0 until the next
-        credit(). Returns the tickets that still want an answer; call failed() for each."""
-        raise NotImplementedError
+        """Its frame stream broke, or its engine has a new epoch: all its room is free and its
+        credit gone. Returns the tickets that wait for an answer; ``failed`` decides on each."""
+        known = self._fleet.get(instance)
+        if known is None:
+            return []
+        self._fleet.revoke_credit(known)
+        orphans = []
+        for ticket_id in sorted(self._ledger.load(known.row).tickets):
+            ticket = self._tickets[ticket_id]
+            self._free(ticket)
+            if ticket.state is TicketState.ABORTING:
+                self._finish(ticket, ticket.abort_outcome or Outcome.CANCELLED)
+            else:
+                ticket.state = TicketState.LOST
+                orphans.append(ticket_id)
+        return orphans
 
     def remove(self, instance: InstanceName, now: float) -> None:
-        """No longer part of the fleet; what runs there ends as it will."""
+        """It is no longer part of the fleet; what runs there ends as it will."""
+        known = self._fleet.get(instance)
+        if known is not None:
+            self._fleet.remove(known)
 
-    # --- the rest ----------------------------------------------------------------------------
+    # --- the rest ------------------------------------------------------------------------------
+
     def drain(self) -> None:
-        """submit() refuses from now on (DRAINING); what waits and runs goes on."""
+        """Refuses new tickets from now on; what waits and runs goes on."""
+        self._draining = True
 
     def next_wakeup(self, now: float) -> float | None:
-        """Earliest time at which turn() would change something by time alone."""
-        raise NotImplementedError
+        """The earliest time at which ``turn`` would change something by time alone."""
+        timer = self._timers.peek()
+        times = [None if timer is None else timer[0][0]]
+        if len(self._queue):
+            times += [self._fleet.next_change(), self._admission.next_impatience()]
+        known = [time for time in times if time is not None]
+        return max(now, min(known)) if known else None
 
     def demand(self, instance: InstanceName) -> Demand:
-        """For Demand in frames."""
-        raise NotImplementedError
+        """What would run there if it had the room: what runs there and all that waits for it."""
+        known = self._fleet.get(instance)
+        if known is None:
+            return Demand(0, 0)
+        load = self._ledger.load(known.row)
+        waiting, kv_tokens = self._queue.waiting((known.report.model, WorkKind.GENERATE))
+        return Demand(load.sequences + waiting, load.kv_tokens + kv_tokens)
 
     def serves(self, model: str) -> bool:
-        """Whether any known instance, reachable or not, has this model."""
-        raise NotImplementedError
+        """Whether any known instance, usable or not, has this model."""
+        return self._fleet.has_model(model)
 
     def expected_prompt_tokens(self, model: str, size_bytes: int) -> int:
-        """From the learnt bytes per token."""
-        raise NotImplementedError
+        """Tokens of a text of that size, by the ratio learnt for the model."""
+        return self._estimates.prompt_tokens(model, size_bytes)
 
     def expected_output_tokens(self, tenant: str, model: str, max_tokens: int | None) -> int:
-        """From what the tenant's outputs of this model were; at most max_tokens."""
-        raise NotImplementedError
+        """Output tokens by what this tenant's requests of the model needed; at most max_tokens."""
+        return self._estimates.output_tokens(tenant, model, max_tokens)
+
+    def snapshot(self) -> Snapshot:
+        """Plain numbers for metrics and status. O(instances)."""
+        return Snapshot(
+            submitted=self._submitted,
+            outcomes=dict(self._outcomes),
+            waiting={cls: self._queue.usage(cls).requests for cls in PriorityClass},
+            waiting_bytes={cls: self._queue.usage(cls).size_bytes for cls in PriorityClass},
+            waiting_lines={line: self._queue.waiting(line)[0] for line in self._queue.lines()},
+            running=len(self._ledger),
+            instances={
+                i.name: InstanceStatus.of(i, self._ledger.load(i.row))
+                for i in self._fleet.instances()
+            },
+            refused_reports=self._fleet_full,
+            draining=self._draining,
+        )
+
+    def check_invariants(self) -> None:
+        """Recounts everything; raises AssertionError. O(everything), for tests."""
+        self._queue.check()
+        self._ledger.check()
+        self._fleet.check()
+        self._estimates.check()
+        self._timers.check()
+        states = Counter(ticket.state for ticket in self._tickets.values())
+        assert states[TicketState.NEW] == states[TicketState.ENDED] == 0
+        assert states[TicketState.WAITING] == len(self._queue)
+        assert sum(states[state] for state in _HOLDS_ROOM) == len(self._ledger)
+        assert self._submitted == len(self._tickets) + self._outcomes.total()
+        timed = {TicketState.WAITING, TicketState.RUNNING, TicketState.LOST}
+        for ticket in self._tickets.values():
+            assert (ticket.id in self._timers) == (ticket.state in timed)
+        assert len(self._timers) == sum(states[state] for state in timed)
+
+    # --- turn ----------------------------------------------------------------------------------
+
+    def _look(self, now: float) -> None:
+        """Lets time pass for reports, pauses and absences."""
+        self._fleet.refresh(now)
+        self._admission.look(now)
+
+    def _expire(self, now: float, effects: list[Effect]) -> None:
+        """Ends tickets whose time has come, and those that waited too long for any instance."""
+        while (entry := self._timers.peek()) is not None and entry[0][0] <= now:
+            self._timers.pop()
+            ticket = entry[2]
+            if ticket.state is TicketState.RUNNING:
+                error = self._too_late_running(ticket, now)
+                effects.append(self._abort(ticket, error.outcome, error))
+                continue
+            error = self._admission.too_late(ticket, now)
+            if ticket.state is TicketState.WAITING:
+                self._queue.leave(ticket, served=False)
+            effects.append(Refuse(ticket, error.outcome, error))
+            self._finish(ticket, error.outcome)
+        for line in self._queue.lines():
+            if self._admission.patience_until(line, now) <= now:
+                self._refuse_line(line, effects)
+
+    def _refuse_line(self, line: Line, effects: list[Effect]) -> None:
+        for ticket in sorted(self._queue.tickets(line), key=lambda t: t.id):
+            error = refusals.no_instance(self._limits.no_instance_wait_s)
+            self._queue.leave(ticket, served=False)
+            effects.append(Refuse(ticket, error.outcome, error))
+            self._finish(ticket, error.outcome)
+
+    def _place(self, now: float, effects: list[Effect]) -> None:
+        """Line by line: takes the next ticket, finds it a row, dispatches it or sets it aside."""
+        for line in self._queue.lines():
+            scan = Scan(line, self._fleet, self._placement, self._limits)
+            while scan.is_open:
+                ticket = self._queue.take(line, scan.tried, self._limits.bypass_max)
+                if ticket is None:
+                    break
+                row = scan.find(ticket)
+                if row is None:
+                    scan.set_aside(ticket)
+                else:
+                    effects.append(self._dispatch(ticket, row, now))
+                    scan.took(row)
+            for ticket in scan.aside:
+                self._queue.restore(ticket)
+
+    def _dispatch(self, ticket: Ticket, row: int, now: float) -> Dispatch:
+        self._queue.leave(ticket, served=True)
+        instance = self._fleet.at(row)
+        block, kv_max = self._memory(instance)
+        self._ledger.take(ticket, row, block, kv_max)
+        self._fleet.refresh_row(row)
+        ticket.state = TicketState.RUNNING
+        ticket.attempt += 1
+        ticket.row, ticket.instance = row, instance.name
+        ticket.dispatched_s = now
+        ticket.passed_over = 0
+        self._watch_running(ticket)
+        return Dispatch(ticket, instance.name, ticket.attempt)
+
+    # --- life of a ticket ----------------------------------------------------------------------
+
+    def _enqueue(self, ticket: Ticket, now: float) -> None:
+        ticket.state = TicketState.WAITING
+        ticket.row = -1
+        self._queue.push(ticket)
+        self._timers.push(ticket.id, (self._admission.hopeless_at(ticket, now),), ticket)
+
+    def _return(self, ticket: Ticket, now: float) -> None:
+        """Back to the head of its class, as if it had not run."""
+        ticket.returned = True
+        ticket.generated_tokens = 0
+        ticket.first_token = False
+        self._enqueue(ticket, now)
+
+    def _watch_running(self, ticket: Ticket) -> None:
+        """The instance ends it at its deadline; the timer is the backstop, hence the grace."""
+        at = ticket.deadline_s + self._limits.deadline_grace_s
+        if not ticket.first_token and ticket.kind is WorkKind.GENERATE:
+            at = min(at, ticket.first_token_limit_s)
+        self._timers.push(ticket.id, (at,), ticket)
+
+    def _abort(self, ticket: Ticket, outcome: Outcome, error: Refusal | None) -> Abort:
+        assert ticket.instance is not None
+        ticket.state = TicketState.ABORTING
+        ticket.abort_outcome = outcome
+        self._timers.remove(ticket.id)
+        return Abort(ticket, ticket.instance, ticket.attempt, outcome, error)
+
+    def _free(self, ticket: Ticket) -> Instance:
+        """Gives the ticket's room back; returns the instance that had it."""
+        instance = self._fleet.at(self._ledger.free(ticket.id))
+        self._fleet.freed(instance)
+        return instance
+
+    def _finish(self, ticket: Ticket, outcome: Outcome) -> None:
+        """The one place where a ticket ends."""
+        assert ticket.state is not TicketState.ENDED, "ended twice"
+        ticket.state = TicketState.ENDED
+        self._timers.remove(ticket.id)
+        self._tickets.pop(ticket.id, None)
+        self._outcomes[outcome] += 1
+
+    def _current(self, ticket_id: TicketId, attempt: int) -> Ticket | None:
+        """The ticket, if it holds room in this attempt."""
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None or ticket.attempt != attempt or ticket.state not in _HOLDS_ROOM:
+            return None
+        return ticket
+
+    def _memory(self, instance: Instance) -> tuple[int, int]:
+        """KV tokens per block, and KV tokens that are planned with."""
+        return max(1, instance.report.kv_block_tokens), self._fleet.kv_max(instance)
+
+    @staticmethod
+    def _too_late_running(ticket: Ticket, now: float) -> Refusal:
+        if ticket.deadline_s <= now or ticket.first_token:
+            return refusals.deadline_exceeded()
+        return refusals.first_token_timeout()

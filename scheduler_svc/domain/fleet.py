@@ -1,0 +1,426 @@
+"""The instances: what they say of themselves, and columns over all of them for placement.
+
+Owns one :class:`Instance` per row and numpy columns indexed by row. A row's columns are worked out
+anew whenever its report, credit, load or freshness changes (about 2 µs), so that placing a ticket
+only reads whole columns. Rows of removed instances are reused once nothing runs there.
+
+Failure modes: a stale report (older than ``report_stale_s``) leaves the ledger and the credit as
+the only word on room, or closes the instance (``stale_open``); a broken load watch, a drain or
+``serving: false`` closes it until a report says otherwise; more instances than ``instances_max``
+are not taken up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+
+import numpy as np
+
+from scheduler_svc.domain.ledger import Ledger, Load
+from scheduler_svc.domain.limits import SchedulerLimits
+from scheduler_svc.domain.model import InstanceName, InstanceReport, Line, WorkKind
+from scheduler_svc.ports import Column, Mask
+
+RATE_WEIGHT = 0.2  # of a new report in learnt rates
+DEFAULT_PREFILL_TOKENS_PER_S = 8_000.0
+DEFAULT_STEP_S = 0.02
+PREFILL_TOKENS_PER_S_MIN = 1.0
+STEP_S_MIN = 1e-4
+# Output tokens that a sequence of another scheduler is taken to have left.
+FOREIGN_OUTPUT_TOKENS = 64
+
+
+@dataclass(slots=True)
+class Instance:
+    """What is known of one instance besides the ledger.
+
+    ``foreign_*``: what it was reported to run beyond what this scheduler had there. Credits are
+    ``None`` until the first one. ``paused_until_s``: it said NO_ROOM."""
+
+    name: InstanceName
+    row: int
+    report: InstanceReport
+    report_s: float
+    reachable: bool = True
+    unreachable_reason: str = ""
+    draining: bool = False
+    removed: bool = False
+    stale: bool = False
+    credit_sequences: int | None = None
+    credit_kv_tokens: int | None = None
+    paused_until_s: float = 0.0
+    foreign_sequences: int = 0
+    foreign_kv_tokens: int = 0
+    prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
+    step_s: float = DEFAULT_STEP_S
+
+
+class Fleet:
+    """Implements ``ports.FleetColumns``. Changes go through methods that name the instance."""
+
+    def __init__(self, limits: SchedulerLimits, ledger: Ledger) -> None:
+        size = limits.instances_max
+        self._limits = limits
+        self._ledger = ledger
+        self._by_name: dict[InstanceName, Instance] = {}
+        self._by_row: list[Instance | None] = [None] * size
+        self._free_rows = list(range(size))
+        self._models: Counter[str] = Counter()  # instances that have a model,
+        self._lines: Counter[Line] = Counter()  # and that can serve a line, if they are up
+        self._model_ids: dict[str, int] = {}
+        self._next_model_id = 1
+        self._paused: set[InstanceName] = set()
+        self._usable: dict[Line, Mask] = {}
+        self._all = {
+            "model_id": np.zeros(size),
+            "serves_generate": np.zeros(size),
+            "serves_embed": np.zeros(size),
+            "stale_at_s": np.full(size, inf),
+            "context_tokens": np.full(size, inf),
+            "backlog_s": np.zeros(size),
+            "prompt_s_per_token": np.zeros(size),
+            "output_s_per_token": np.zeros(size),
+            "free_sequences": np.zeros(size),
+            "free_uncredited": np.zeros(size),
+            "free_kv_tokens": np.zeros(size),
+            "free_prefill_tokens": np.zeros(size),
+        }
+        self.context_tokens_min = inf
+        self._view(0)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    # --- questions ---------------------------------------------------------------------------
+
+    def get(self, name: InstanceName) -> Instance | None:
+        return self._by_name.get(name)
+
+    def at(self, row: int) -> Instance:
+        instance = self._by_row[row]
+        assert instance is not None
+        return instance
+
+    def instances(self) -> Iterator[Instance]:
+        return iter(self._by_name.values())
+
+    def has_model(self, model: str) -> bool:
+        """Whether any instance, usable or not, has it."""
+        return model in self._models
+
+    def has_line(self, line: Line) -> bool:
+        """Whether any instance, usable or not, can serve it when it is up."""
+        return line in self._lines
+
+    def free_for(self, line: Line) -> float:
+        """Sequences that may still start on usable rows of a line."""
+        free = self.free_sequences if line[1] is WorkKind.GENERATE else self._free_uncredited
+        return float(np.maximum(free[self.usable(line)], 0.0).sum())
+
+    def usable(self, line: Line) -> Mask:
+        """Rows that may run tickets of a line, room aside. Do not write to it."""
+        mask = self._usable.get(line)
+        if mask is None:
+            model, kind = line
+            serves = self._serves_generate if kind is WorkKind.GENERATE else self._serves_embed
+            mask = (self._model_id == self._model_ids.get(model, 0)) & (serves > 0)
+            if model in self._models:  # so the cache is bounded by the fleet
+                self._usable[line] = mask
+        return mask
+
+    def with_sequence(self, kind: WorkKind) -> Mask:
+        """Rows where one more sequence may start."""
+        free = self.free_sequences if kind is WorkKind.GENERATE else self._free_uncredited
+        return free >= 1.0
+
+    def has_sequence(self, row: int, kind: WorkKind) -> bool:
+        free = self.free_sequences if kind is WorkKind.GENERATE else self._free_uncredited
+        return bool(free[row] >= 1.0)
+
+    def with_memory(self, kind: WorkKind, prompt_tokens: int, kv_tokens: int) -> Mask:
+        """Rows with room for that many prompt tokens to read and KV tokens to hold."""
+        prefill: Mask = self._free_prefill_tokens >= prompt_tokens
+        if kind is WorkKind.GENERATE:
+            prefill &= self.free_kv_tokens >= kv_tokens
+        return prefill
+
+    def next_change(self) -> float | None:
+        """When time alone changes something: a report goes stale, a pause ends."""
+        times = [self._by_name[name].paused_until_s for name in self._paused]
+        times.append(float(self._stale_at_s.min(initial=inf)))
+        return min(times) if min(times) < inf else None
+
+    # --- changes -----------------------------------------------------------------------------
+
+    def report(self, report: InstanceReport, now: float) -> Instance | None:
+        """Takes a report in. ``None``: not known, and no row is free."""
+        instance = self._by_name.get(report.name)
+        if instance is None:
+            if not self._free_rows:
+                return None
+            instance = self._admit(report, now)
+        else:
+            self._enter(report)
+            self._leave(instance.report)
+        load = self._ledger.load(instance.row)
+        self._learn(instance, report, load)
+        instance.report, instance.report_s = report, now
+        instance.reachable, instance.unreachable_reason = True, ""
+        instance.draining = report.draining
+        instance.removed = instance.stale = False
+        self._set_foreign(instance, report, load)
+        load.reported()
+        self._resume(instance)
+        self._reopen(instance)
+        return instance
+
+    def credit(self, instance: Instance, sequences: int, kv_tokens: int) -> None:
+        """The most that may run there for this scheduler."""
+        instance.credit_sequences, instance.credit_kv_tokens = sequences, kv_tokens
+        self._resume(instance)
+        self.refresh_row(instance.row)
+
+    def revoke_credit(self, instance: Instance) -> None:
+        """Its stream is gone: nothing until the next credit."""
+        instance.credit_sequences = instance.credit_kv_tokens = 0
+        self.refresh_row(instance.row)
+
+    def pause(self, instance: Instance, until_s: float) -> None:
+        """It said NO_ROOM."""
+        instance.paused_until_s = until_s
+        self._paused.add(instance.name)
+        self.refresh_row(instance.row)
+
+    def freed(self, instance: Instance) -> None:
+        """A sequence ended there: its room may have come back."""
+        self._resume(instance)
+        if instance.removed and not self._ledger.load(instance.row).sequences:
+            self._release(instance)
+        else:
+            self.refresh_row(instance.row)
+
+    def close(self, instance: Instance, reason: str) -> None:
+        """Its load watch broke."""
+        instance.reachable, instance.unreachable_reason = False, reason
+        self._reopen(instance)
+
+    def drain(self, instance: Instance) -> None:
+        """It starts nothing more, until a report says otherwise."""
+        instance.draining = True
+        self._reopen(instance)
+
+    def remove(self, instance: Instance) -> None:
+        """It leaves the fleet, at once or when the last ticket there has ended."""
+        instance.removed = True
+        self._reopen(instance)
+        if not self._ledger.load(instance.row).sequences:
+            self._release(instance)
+
+    def refresh(self, now: float) -> None:
+        """Lets time pass: reports go stale, pauses end. One column comparison."""
+        for name in [n for n in self._paused if self._by_name[n].paused_until_s <= now]:
+            self._resume(self._by_name[name])
+            self.refresh_row(self._by_name[name].row)
+        for row in np.flatnonzero(self._stale_at_s <= now):
+            instance = self.at(int(row))
+            instance.stale = True
+            instance.foreign_sequences = instance.foreign_kv_tokens = 0
+            self._stale_at_s[row] = inf  # looked at once
+            self._reopen(instance)
+
+    def refresh_row(self, row: int) -> None:
+        """Works the room and load columns of a row out anew."""
+        instance = self.at(row)
+        load = self._ledger.load(row)
+        report = instance.report
+        free = report.sequences_max - load.sequences - instance.foreign_sequences
+        if instance.name in self._paused:
+            free = 0
+        credit = instance.credit_sequences
+        if credit is None:
+            credit = self._limits.initial_credit_sequences
+        self._free_uncredited[row] = free
+        self.free_sequences[row] = min(free, credit - load.sequences)
+        self.free_kv_tokens[row] = self._free_kv(instance, load)
+        self._free_prefill_tokens[row] = self._free_prefill(report, load)
+        output_s = instance.step_s / max(1, report.sequences_max)
+        output = load.output_tokens + instance.foreign_sequences * FOREIGN_OUTPUT_TOKENS
+        self.prompt_s_per_token[row] = 1.0 / instance.prefill_tokens_per_s
+        self.output_s_per_token[row] = output_s
+        self.backlog_s[row] = (
+            load.prefill_tokens / instance.prefill_tokens_per_s + output * output_s
+        )
+
+    def kv_max(self, instance: Instance) -> int:
+        """KV tokens that are planned with; 0: KV memory is no limit."""
+        return int(instance.report.kv_tokens * (1.0 - self._limits.kv_reserve))
+
+    def check(self) -> None:
+        """Columns equal what they are made of. O(rows), for tests."""
+        assert len(self._by_name) + len(self._free_rows) == self._limits.instances_max
+        models: Counter[str] = Counter()
+        lines: Counter[Line] = Counter()
+        for name, instance in self._by_name.items():
+            assert self._by_row[instance.row] is instance
+            assert instance.name == name
+            models[instance.report.model] += 1
+            lines.update(_lines(instance.report))
+            before = {key: column[instance.row] for key, column in self._all.items()}
+            self.refresh_row(instance.row)
+            for key, column in self._all.items():
+                assert column[instance.row] == before[key], f"{name}: {key} was out of date"
+            assert not instance.removed or self._ledger.load(instance.row).sequences
+        assert models == self._models
+        assert lines == self._lines
+        assert all(count > 0 for count in (*self._models.values(), *self._lines.values()))
+        assert set(self._model_ids) == set(models)
+        assert {line[0] for line in self._usable} <= set(models)
+        assert self._paused <= set(self._by_name)
+        for row in self._free_rows:
+            assert self._by_row[row] is None
+            assert self._ledger.load(row).sequences == 0
+
+    # --- parts -------------------------------------------------------------------------------
+
+    def _free_kv(self, instance: Instance, load: Load) -> float:
+        """Room in KV memory by ledger, report and credit. An idle instance takes any one ticket:
+        what does not fit it at all is for the engine to refuse, with exact counts."""
+        kv_max = self.kv_max(instance)
+        if not kv_max:
+            return inf
+        idle = not load.sequences and not instance.foreign_sequences
+        free = inf if idle else kv_max - load.kv_tokens - instance.foreign_kv_tokens
+        credit = instance.credit_kv_tokens
+        if credit is None:
+            credit = kv_max if self._limits.initial_credit_sequences else 0
+        credit_free = inf if idle and credit >= kv_max else credit - load.kv_tokens
+        # A ticket is held in whole blocks, but asks in tokens.
+        return min(free, credit_free) - (instance.report.kv_block_tokens or 1) + 1
+
+    def _free_prefill(self, report: InstanceReport, load: Load) -> float:
+        """Prompt tokens that may be added to those outstanding; any one prompt when there are
+        none."""
+        if not report.step_tokens_max or not load.prefill_tokens:
+            return inf
+        return self._limits.prefill_steps_max * report.step_tokens_max - load.prefill_tokens
+
+    def _learn(self, instance: Instance, report: InstanceReport, load: Load) -> None:
+        """Rates from a report. A throughput is a lower bound of what the instance can do, so a
+        lower one than known counts only if there was a prompt to read all the time."""
+        rate = report.prompt_tokens_per_s
+        if rate and (rate > instance.prefill_tokens_per_s or not load.prefill_idle):
+            learnt = instance.prefill_tokens_per_s
+            learnt += RATE_WEIGHT * (rate - learnt)
+            instance.prefill_tokens_per_s = max(PREFILL_TOKENS_PER_S_MIN, learnt)
+        if report.step_ms:
+            learnt = instance.step_s + RATE_WEIGHT * (report.step_ms / 1_000.0 - instance.step_s)
+            instance.step_s = max(STEP_S_MIN, learnt)
+
+    def _set_foreign(self, instance: Instance, report: InstanceReport, load: Load) -> None:
+        """What the report shows beyond the most that this scheduler had there since the last one:
+        the load of other schedulers, or what the engine holds of us beyond our count."""
+        sequences = (report.running or 0) + (report.waiting or 0)
+        instance.foreign_sequences = max(0, sequences - load.sequences_peak)
+        instance.foreign_kv_tokens = max(0, (report.kv_tokens_used or 0) - load.kv_peak)
+        if not instance.foreign_sequences:
+            instance.foreign_kv_tokens = 0  # block rounding and cached prefixes of our own
+
+    def _resume(self, instance: Instance) -> None:
+        self._paused.discard(instance.name)
+
+    def _reopen(self, instance: Instance) -> None:
+        """Works out whether the instance may be used, and its columns."""
+        row, report = instance.row, instance.report
+        fresh = self._limits.stale_open or not instance.stale
+        open_ = (
+            report.serving
+            and not instance.draining
+            and instance.reachable
+            and not instance.removed
+            and fresh
+        )
+        state = (
+            float(self._model_ids[report.model]),
+            float(open_ and report.generates),
+            float(open_ and report.embeds),
+        )
+        if state != (self._model_id[row], self._serves_generate[row], self._serves_embed[row]):
+            self._model_id[row], self._serves_generate[row], self._serves_embed[row] = state
+            self._usable.clear()
+        if not instance.stale:
+            self._stale_at_s[row] = instance.report_s + self._limits.report_stale_s
+        context_tokens = float(report.context_tokens) or inf
+        if self.context_tokens[row] != context_tokens:
+            self.context_tokens[row] = context_tokens
+            self.context_tokens_min = float(self.context_tokens.min())
+        self.refresh_row(row)
+
+    def _admit(self, report: InstanceReport, now: float) -> Instance:
+        row = heappop(self._free_rows)  # the lowest, so that columns stay short
+        instance = Instance(report.name, row, report, now)
+        self._by_name[report.name] = instance
+        self._by_row[row] = instance
+        if row >= len(self.backlog_s):
+            self._view(row + 1)
+        self._enter(report)
+        self._ledger.load(row).reported()
+        return instance
+
+    def _release(self, instance: Instance) -> None:
+        row = instance.row
+        self._resume(instance)
+        del self._by_name[instance.name]
+        self._by_row[row] = None
+        heappush(self._free_rows, row)
+        self._leave(instance.report)
+        for name, column in self._all.items():
+            column[row] = inf if name in ("stale_at_s", "context_tokens") else 0.0
+        self._usable.clear()
+        self.context_tokens_min = float(self.context_tokens.min())
+
+    def _enter(self, report: InstanceReport) -> None:
+        self._models[report.model] += 1
+        self._lines.update(_lines(report))
+        if report.model not in self._model_ids:
+            self._model_ids[report.model] = self._next_model_id
+            self._next_model_id += 1
+
+    def _leave(self, report: InstanceReport) -> None:
+        self._models[report.model] -= 1
+        self._lines.subtract(_lines(report))
+        for line in _lines(report):
+            if not self._lines[line]:
+                del self._lines[line]
+        if not self._models[report.model]:
+            del self._models[report.model]
+            del self._model_ids[report.model]  # ids are never reused
+            self._usable.clear()
+
+    def _view(self, rows: int) -> None:
+        """Shows the first ``rows`` rows of every column."""
+
+        def column(name: str) -> Column:
+            return self._all[name][:rows]
+
+        self._model_id = column("model_id")
+        self._serves_generate = column("serves_generate")
+        self._serves_embed = column("serves_embed")
+        self._stale_at_s = column("stale_at_s")
+        self._free_uncredited = column("free_uncredited")
+        self._free_prefill_tokens = column("free_prefill_tokens")
+        self.context_tokens = column("context_tokens")
+        self.backlog_s = column("backlog_s")
+        self.prompt_s_per_token = column("prompt_s_per_token")
+        self.output_s_per_token = column("output_s_per_token")
+        self.free_sequences = column("free_sequences")
+        self.free_kv_tokens = column("free_kv_tokens")
+        self._usable.clear()
+
+
+def _lines(report: InstanceReport) -> list[Line]:
+    kinds = ((WorkKind.GENERATE, report.generates), (WorkKind.EMBED, report.embeds))
+    return [(report.model, kind) for kind, can in kinds if can]

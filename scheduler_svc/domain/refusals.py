@@ -1,0 +1,77 @@
+"""The refusals of the scheduling domain: one function per way to be refused.
+
+Codes: busy is RESOURCE_EXHAUSTED with a retry delay, no backend or draining is UNAVAILABLE, too
+late is DEADLINE_EXCEEDED. Reasons are the names of outcomes, except INSTANCE_LOST. Texts are fixed.
+"""
+
+from __future__ import annotations
+
+from scheduler_svc.domain.model import Outcome, Refusal, Ticket
+from sluice.errors import Code
+
+
+def queue_full(scope: str, retry_after_s: float) -> Refusal:
+    """``scope``: "class" or "tenant", whose bound was hit. Nothing was charged."""
+    return Refusal(
+        Outcome.QUEUE_FULL,
+        Code.RESOURCE_EXHAUSTED,
+        "too many requests wait already",
+        retry_after_s=retry_after_s,
+        metadata={"scope": scope},
+    )
+
+
+def hopeless(retry_after_s: float) -> Refusal:
+    """The first token cannot come in time any more: by the estimate, or its time has passed in the
+    queue."""
+    return Refusal(
+        Outcome.HOPELESS,
+        Code.RESOURCE_EXHAUSTED,
+        "the first token could not come within its limit",
+        retry_after_s=retry_after_s,
+    )
+
+
+def no_instance(retry_after_s: float) -> Refusal:
+    return Refusal(
+        Outcome.NO_INSTANCE,
+        Code.UNAVAILABLE,
+        "no instance serves the model now",
+        retry_after_s=retry_after_s,
+    )
+
+
+def draining(retry_after_s: float) -> Refusal:
+    return Refusal(
+        Outcome.DRAINING,
+        Code.UNAVAILABLE,
+        "this scheduler is going down; another one may answer",
+        retry_after_s=retry_after_s,
+    )
+
+
+def deadline_exceeded() -> Refusal:
+    return Refusal(
+        Outcome.DEADLINE_EXCEEDED, Code.DEADLINE_EXCEEDED, "the deadline of the request passed"
+    )
+
+
+def first_token_timeout() -> Refusal:
+    return Refusal(
+        Outcome.FIRST_TOKEN_TIMEOUT,
+        Code.DEADLINE_EXCEEDED,
+        "the instance gave no first token within the limit",
+    )
+
+
+def instance_lost(ticket: Ticket, *, delivered: bool) -> Refusal:
+    """``delivered``: output has reached the client, so that nothing may be repeated."""
+    return Refusal(
+        Outcome.INSTANCE_FAILED,
+        Code.UNAVAILABLE,
+        "the instance failed after output was delivered"
+        if delivered
+        else "every attempted instance failed",
+        reason="INSTANCE_LOST",
+        metadata={"attempts": str(ticket.attempts)},
+    )

@@ -1,0 +1,66 @@
+"""The state of the scheduler as plain numbers, for metrics and the status command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scheduler_svc.domain.fleet import Instance
+from scheduler_svc.domain.ledger import Load
+from scheduler_svc.domain.model import InstanceName, Line, Outcome, PriorityClass
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceStatus:
+    """One instance. Counts are this scheduler's own; ``foreign_sequences`` are others'. Credits are
+    ``None`` before the first one."""
+
+    model: str
+    serving: bool
+    draining: bool
+    reachable: bool
+    stale: bool
+    simulated: bool
+    running: int
+    prefill_tokens: int
+    kv_tokens: int
+    foreign_sequences: int
+    credit_sequences: int | None
+    credit_kv_tokens: int | None
+    prefill_tokens_per_s: float
+    step_s: float
+
+    @classmethod
+    def of(cls, instance: Instance, load: Load) -> InstanceStatus:
+        return cls(
+            model=instance.report.model,
+            serving=instance.report.serving and not instance.removed,
+            draining=instance.draining,
+            reachable=instance.reachable,
+            stale=instance.stale,
+            simulated=instance.report.simulated,
+            running=load.sequences,
+            prefill_tokens=load.prefill_tokens,
+            kv_tokens=load.kv_tokens,
+            foreign_sequences=instance.foreign_sequences,
+            credit_sequences=instance.credit_sequences,
+            credit_kv_tokens=instance.credit_kv_tokens,
+            prefill_tokens_per_s=instance.prefill_tokens_per_s,
+            step_s=instance.step_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """``submitted`` = sum of ``outcomes`` + waiting + running + those between two attempts.
+    ``refused_reports``: reports of instances for which the fleet had no row."""
+
+    submitted: int
+    outcomes: Mapping[Outcome, int]
+    waiting: Mapping[PriorityClass, int]
+    waiting_bytes: Mapping[PriorityClass, int]
+    waiting_lines: Mapping[Line, int]
+    running: int
+    instances: Mapping[InstanceName, InstanceStatus]
+    refused_reports: int
+    draining: bool
