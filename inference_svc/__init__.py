@@ -1,0 +1,1 @@
+"""The pure inference layer: model execution as a function of its input."""

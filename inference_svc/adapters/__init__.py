@@ -1,0 +1,1 @@
+"""What connects the inference service to gRPC, engines and hardware."""

@@ -1,0 +1,178 @@
+"""Keeps one engine running: loads it, watches it, replaces it when it fails.
+
+Owns the engine and its incarnation number, the epoch. Concurrency: one task,
+:meth:`EngineHost.run`, loads and watches; everything else reads the state from the same event loop
+and is told of changes by callbacks.
+
+Failures: an engine that cannot start or that stops being healthy is closed and made anew after a
+pause; after :data:`FAILURES_MAX` failures without :data:`SOUND_S` of service between them `run`
+raises, and the process ends so that its supervisor starts a clean one. A new incarnation has a new
+epoch; frame streams of an older one are ended, since what ran on them is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from inference_svc.domain.credit import Room
+from inference_svc.ports import Engine, ModelDescription
+from sluice.errors import SluiceError, unavailable
+from sluice.ids import new_epoch
+
+_LOG = logging.getLogger(__name__)
+
+WATCH_S = 0.1  # between two looks at the engine's health
+FAILURES_MAX = 3
+SOUND_S = 60.0
+PAUSE_S = 1.0  # before the first replacement; doubles
+CLOSE_S = 35.0  # an engine closes within 30 s
+NOT_READY_RETRY_S = 1.0
+
+
+class EngineFailedError(Exception):
+    """The engine cannot be kept running in this process."""
+
+
+class EngineHost:
+    """The engine of this process. ``model_names`` are further names of the model it serves."""
+
+    def __init__(self, make: Callable[[], Engine], model_names: Sequence[str] = ()) -> None:
+        self._make = make
+        self._further_names = frozenset(model_names)
+        self._current: Engine | None = None
+        self._watchers: dict[int, Callable[[], None]] = {}
+        self._watcher_ids = 0
+        self.description: ModelDescription | None = None
+        self.epoch = 0
+        self.served_names: frozenset[str] = frozenset()
+        self.draining = False
+
+    @property
+    def serving(self) -> bool:
+        """Whether the engine can take work now."""
+        return self._current is not None and self._current.healthy
+
+    @property
+    def loaded(self) -> bool:
+        """Whether an engine is there, healthy or not."""
+        return self._current is not None
+
+    @property
+    def simulated(self) -> bool:
+        """Whether answers are made by the simulated engine, as far as is known yet."""
+        return self.description is not None and self.description.simulated
+
+    @property
+    def capacity(self) -> Room:
+        """The room of the running engine; none without one, or when it only embeds."""
+        if not self.serving or self.description is None or not self.description.generate:
+            return Room(0, 0)
+        return Room(self.description.sequences_max, self.description.kv_tokens)
+
+    def engine(self) -> Engine:
+        """The running engine. UNAVAILABLE while there is none."""
+        if self._current is None or not self._current.healthy:
+            raise unavailable(
+                "ENGINE_NOT_SERVING",
+                "The engine of this instance is not serving now.",
+                retry_after_s=NOT_READY_RETRY_S,
+            )
+        return self._current
+
+    def model(self) -> ModelDescription:
+        """What it serves. UNAVAILABLE before the first engine is loaded."""
+        if self.description is None:
+            raise unavailable(
+                "ENGINE_NOT_SERVING",
+                "The engine of this instance is still loading.",
+                retry_after_s=NOT_READY_RETRY_S,
+            )
+        return self.description
+
+    def watch(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Calls back after each change of epoch, serving or draining; returns what ends that."""
+        self._watcher_ids += 1
+        number = self._watcher_ids
+        self._watchers[number] = callback
+        return lambda: self._watchers.pop(number, None) and None
+
+    def drain(self) -> None:
+        """Nothing new starts from now on. Idempotent."""
+        if not self.draining:
+            self.draining = True
+            self._tell()
+
+    async def run(self) -> None:
+        """Keeps the engine running until cancelled. Raises EngineFailedError to give up."""
+        loop = asyncio.get_running_loop()
+        failures = 0
+        while True:
+            loaded_at = await self._load()
+            if loaded_at is not None:
+                await self._until_unhealthy()
+                if loop.time() - loaded_at >= SOUND_S:
+                    failures = 0
+            await self.close()
+            failures += 1
+            if failures >= FAILURES_MAX:
+                raise EngineFailedError(f"the engine failed {failures} times in a row")
+            await asyncio.sleep(PAUSE_S * 2.0 ** (failures - 1))
+
+    async def _load(self) -> float | None:
+        """The time at which the engine was up, or ``None`` when it could not be started."""
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        engine = self._make()
+        try:
+            await engine.start()
+            description = engine.describe()
+        except asyncio.CancelledError:
+            await engine.close()
+            raise
+        except SluiceError as error:
+            _LOG.error("the engine did not start: %s", error)
+        except Exception:
+            _LOG.exception("the engine did not start")
+        else:
+            self._current = engine
+            self.description = description
+            self.served_names = self._further_names | {description.model}
+            self.epoch = new_epoch()
+            _LOG.info(
+                "engine %s serves %s after %.1f s%s",
+                description.engine,
+                description.model,
+                loop.time() - began_at,
+                " - SIMULATED: its answers are not a model's" if description.simulated else "",
+            )
+            self._tell()
+            return loop.time()
+        await engine.close()
+        return None
+
+    async def _until_unhealthy(self) -> None:
+        # The port has no event for it: an engine may die in another process.
+        while self.serving:  # noqa: ASYNC110
+            await asyncio.sleep(WATCH_S)
+        _LOG.error("the engine is not healthy any more")
+        self._tell()
+
+    async def close(self) -> None:
+        """Closes the engine. Idempotent; bounded by :data:`CLOSE_S`."""
+        engine, self._current = self._current, None
+        if engine is None:
+            return
+        self._tell()
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await engine.close()
+        except TimeoutError:
+            _LOG.error("the engine did not close in %.0f s", CLOSE_S)
+        except Exception:
+            _LOG.exception("the engine did not close in order")
+
+    def _tell(self) -> None:
+        for callback in list(self._watchers.values()):
+            callback()
