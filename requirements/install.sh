@@ -22,8 +22,10 @@ done
 # A terminal gets one line that counts; a log file gets a line now and then.
 if [[ -t 1 ]]; then live=1; else live=0; fi
 show='
+  # torch brings packages that its own line does not count.
+  function count(n) { return n <= total ? n " of " total : n " packages" }
   function say(text) { if (live) printf "\r\033[K  %s: %s", name, text; else print "  " name ": " text; fflush() }
-  /^Collecting |^Requirement already satisfied/ { if (live || ++seen % 40 == 0) say((live ? ++seen : seen) " of " total) }
+  /^Collecting |^Requirement already satisfied/ { if (live || ++seen % 40 == 0) say(count(live ? ++seen : seen)) }
   /^Installing collected/ { say("unpacking") }
   END { if (live) printf "\r\033[K" }
 '
