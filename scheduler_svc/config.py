@@ -39,6 +39,9 @@ class SchedulerConfig:
     default_embedding_model: str = setting(
         "", help="Model of embedding requests that name none. Empty: the first that embeds."
     )
+    aliases: tuple[str, ...] = setting(
+        (), le=1024, help="Further names of models: alias=model each."
+    )
     drain_grace_s: float = setting(
         120.0, unit="s", ge=0.0, le=3600.0, help="Longest wait for open requests at shutdown."
     )

@@ -6,7 +6,7 @@ restarting engine is UNAVAILABLE and not NOT_FOUND. Synchronous; no state of its
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from scheduler_svc.adapters.fleet_watch import FleetWatch
 from scheduler_svc.adapters.tenants import Tenant
@@ -18,9 +18,16 @@ from sluice.scheduler.v1 import generate_pb2
 class Catalog:
     """Resolves and lists models."""
 
-    def __init__(self, fleet: FleetWatch, default_model: str, default_embedding_model: str) -> None:
+    def __init__(
+        self,
+        fleet: FleetWatch,
+        default_model: str,
+        default_embedding_model: str,
+        aliases: Mapping[str, str],
+    ) -> None:
         self._fleet = fleet
         self._default = {False: default_model, True: default_embedding_model}
+        self._aliases = aliases
 
     def resolve(self, name: str, tenant: Tenant, *, embeds: bool = False) -> str:
         """The served model for a request. NOT_FOUND for a model that is unknown or not the
@@ -28,10 +35,12 @@ class Catalog:
         when no name is given and no instance is known yet."""
         known = self._known()
         resolved = name or self._default[embeds] or self._first(known.values(), embeds)
+        if name in self._aliases and tenant.may_use(name):
+            resolved = self._aliases[name]
+        elif resolved and not tenant.may_use(resolved):
+            raise _unknown(resolved)
         if not resolved:
             raise unavailable("NO_INSTANCE", "no instance has reported a model yet", 1.0)
-        if not tenant.may_use(resolved):
-            raise _unknown(resolved)
         model = known.get(resolved)
         if model is None:
             if resolved == self._default[embeds]:
@@ -53,6 +62,9 @@ class Catalog:
             if model is None:
                 model = models[described.model] = _entry(described)
                 model.is_default = described.model in self._defaults()
+                model.aliases.extend(
+                    sorted(name for name, target in self._aliases.items() if target == model.name)
+                )
             load = self._fleet.reports.get(instance)
             if load is not None and load.serving and self._fleet.is_fresh(instance):
                 model.instances += 1

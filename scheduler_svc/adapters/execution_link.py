@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 from scheduler_svc.adapters.lane import FRAME_BYTES_MAX, Lane, Slot
 from scheduler_svc.domain.model import InstanceName
+from sluice import logs
 from sluice.execution.v1 import execution_pb2
 from sluice.frames import FrameBroken, FrameConnection, FrameWriter, LossKind, read_frames
 from sluice.inference.v1 import inference_pb2
@@ -30,7 +30,7 @@ ExecuteConnection = FrameConnection[
     execution_pb2.ExecuteFramesRequest, execution_pb2.ExecuteFramesResponse
 ]
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 class LinkObserver(Protocol):
@@ -64,6 +64,7 @@ class ExecutionLink:
         self.draining = False
         self.stale_deltas = 0
         self.frames_read = 0
+        self.frames_written = 0
         self.deltas_read = 0
         self._connect = connect
         self._observer = observer
@@ -114,7 +115,7 @@ class ExecutionLink:
                 was_connected, self.connected = self.connected, False
             if was_connected:
                 backoff_s = RECONNECT_MIN_S
-                log.warning("lost execution replica %s: %s", self.target, reason)
+                log.warning("execution replica lost", target=self.target, reason=reason)
             self._lose_all(reason)
             self._observer.link_changed(self)
             await asyncio.sleep(backoff_s)
@@ -162,6 +163,7 @@ class ExecutionLink:
             return None
         self._drain_due = False
         self._sequence_out += 1
+        self.frames_written += 1
         request.sequence = self._sequence_out
         return request
 
@@ -233,7 +235,7 @@ async def _write(writer: FrameWriter[execution_pb2.ExecuteFramesRequest]) -> Non
     try:
         await writer.run()
     except FrameBroken as broken:
-        log.debug("writing stopped: %s", broken.detail)
+        log.debug("writing stopped", reason=broken.detail)
 
 
 def choose_link(name: InstanceName, links: Iterable[ExecutionLink]) -> ExecutionLink | None:

@@ -13,7 +13,6 @@ and the watcher reconnects with backoff for ever; a failing DNS look-up keeps th
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol
@@ -22,6 +21,7 @@ import grpc
 from google.protobuf import duration_pb2
 
 from scheduler_svc.domain.model import InstanceName, InstanceReport
+from sluice import logs
 from sluice.inference.v1 import inference_pb2, inference_pb2_grpc
 
 REPORT_INTERVAL_S: Final = 0.25
@@ -31,7 +31,7 @@ RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 1.0
 RESOLVE_INTERVAL_S: Final = 5.0
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 class FleetObserver(Protocol):
@@ -83,10 +83,10 @@ class FleetWatch:
             try:
                 answers = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
             except OSError:
-                log.warning("DNS look-up of %s failed; keeping the last addresses", host)
+                log.warning("DNS look-up failed; the last addresses stay", host=host)
                 return
-            for family, _, _, _, address in answers:
-                literal = f"[{address[0]}]" if family == socket.AF_INET6 else address[0]
+            for family, _, _, _, sockaddr in answers:
+                literal = f"[{sockaddr[0]!s}]" if family == socket.AF_INET6 else str(sockaddr[0])
                 found.add(f"{literal}:{port}")
         for address in found - self._watchers.keys():
             self._watchers[address] = group.create_task(self._watch(address))
@@ -152,9 +152,7 @@ class FleetWatch:
         """Ties a name to an address. False when another address answers under that name."""
         holder = next((other for other, held in self._names.items() if held == name), address)
         if holder != address and self.is_fresh(name):
-            log.error(
-                "%s and %s both call themselves %s; ignoring the second", holder, address, name
-            )
+            log.error("two addresses have one name", name=name, first=holder, ignored=address)
             return False
         self._names.pop(holder, None)
         if self._names.get(address, name) != name:

@@ -13,7 +13,6 @@ request elsewhere or ends it with a typed error; limits on time are enforced by 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -35,6 +34,7 @@ from scheduler_svc.domain.model import (
     RejectKind,
 )
 from scheduler_svc.domain.scheduler import Scheduler
+from sluice import logs
 from sluice.common.v1 import grant_pb2, policy_pb2, result_pb2
 from sluice.errors import Code, SluiceError, deadline_exceeded, exhausted
 from sluice.execution.v1 import execution_pb2
@@ -44,6 +44,9 @@ from sluice.status import from_status
 
 SWEEP_INTERVAL_S: Final = 0.1
 """Limits on time are enforced this exactly; the engine enforces the total deadline itself."""
+
+DEMAND_INTERVAL_S: Final = 0.02
+"""Instances hear of changed demand this often at most."""
 
 WRITE_OUTSTANDING_MAX_S: Final = 30.0
 """A client write that does not finish in this time ends the request as slow_consumer."""
@@ -69,7 +72,7 @@ _CLASSES: Final = {
     PriorityClass.BATCH: policy_pb2.PRIORITY_CLASS_BATCH,
 }
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 class Gate:
@@ -85,15 +88,18 @@ class Gate:
         self.lives: dict[int, LiveRequest] = {}
         self._lanes: dict[InstanceName, Lane] = {}
         self._signer = signer
-        self._inbox: list[Callable[[float], None]] = []
+        self._inbox: list[Callable[[float], object]] = []
         self._bell = asyncio.Event()
+        self._left = asyncio.Event()
+        self._demand_at_s = 0.0
         self._loop = asyncio.get_running_loop()
 
     # A request's way through the gate.
 
     def admit(self, live: LiveRequest) -> None:
-        """Queues a request. Its end, whatever it is, arrives at ``live``."""
+        """Queues a request. Its end, whatever it is, arrives at ``live``; :meth:`leave` follows."""
         ticket = live.ticket
+        self.flush.open(ticket.priority_class)
 
         def submit(now: float) -> None:
             self.lives[ticket.id] = live
@@ -108,6 +114,8 @@ class Gate:
     def leave(self, live: LiveRequest, outcome: Outcome) -> None:
         """The handler is done: counts the outcome, and stops what may still be running."""
         self.outcomes[outcome] += 1
+        self.flush.close(live.ticket.priority_class)
+        self._left.set()
         live.close()
         if not live.over:
             error = SluiceError(Code.CANCELLED, "CANCELLED", "the client cancelled the request")
@@ -163,6 +171,12 @@ class Gate:
             live.ticket.request_id, live.instance, now_unix_s=time.time(), ttl_s=GRANT_TTL_S
         )
 
+    async def idle(self) -> None:
+        """Returns when no request is open any more."""
+        while self.flush.open_streams:
+            self._left.clear()
+            await self._left.wait()
+
     # Requests that are no streams (embeddings): their handler makes the call itself.
 
     def embed_request(
@@ -204,7 +218,7 @@ class Gate:
 
     # The owner task.
 
-    def post(self, command: Callable[[float], None]) -> None:
+    def post(self, command: Callable[[float], object]) -> None:
         """Queues a command for the owner's next turn."""
         self._inbox.append(command)
         self._bell.set()
@@ -238,6 +252,16 @@ class Gate:
                     live.fail(effect.error, effect.outcome)
             else:
                 self._abort(effect, now)
+        if now >= self._demand_at_s:
+            self._demand_at_s = now + DEMAND_INTERVAL_S
+            self._send_demand()
+
+    def _send_demand(self) -> None:
+        """Tells each instance what would run there if it could, where that has changed."""
+        for name, lane in self._lanes.items():
+            demand = self.domain.demand(name)
+            if lane.open:
+                lane.demand(demand.sequences, demand.kv_tokens)
 
     async def _sleep_until(self, when: float) -> None:
         timer = self._loop.call_at(when, self._bell.set)
@@ -289,7 +313,7 @@ class Gate:
 
     def slot_fault(self, lane: Lane, number: int, slot: Slot) -> None:
         """See LinkObserver."""
-        log.error("instance %s broke the order of a slot's output", lane.name)
+        log.error("an instance sent output out of order", instance=lane.name)
         live = slot.live
         assert live is not None
         lane.cancel(slot.ticket_id, slot.domain_attempt, result_pb2.FINISH_REASON_ERROR)
@@ -308,7 +332,7 @@ class Gate:
     def lane_lost(self, lane: Lane, slots: list[Slot], reason: str) -> None:
         """See LinkObserver."""
         if slots:
-            log.warning("lost %d requests on instance %s: %s", len(slots), lane.name, reason)
+            log.warning("requests lost", instance=lane.name, count=len(slots), reason=reason)
         is_current = self._lanes.get(lane.name) is lane
         if is_current and not lane.open:
             del self._lanes[lane.name]
@@ -412,7 +436,7 @@ class Gate:
             )
         else:
             name = inference_pb2.RejectReason.Name(rejected.reason)
-            log.error("instance %s rejected a start: %s", live.instance, name)
+            log.error("an instance rejected a start", instance=live.instance, reason=name)
             self.post(lambda now: self._failed(slot, now))
 
     def _failed(self, slot: Slot, now: float, error: SluiceError | None = None) -> None:

@@ -18,7 +18,7 @@ from typing import Final
 from google.protobuf import duration_pb2
 
 from scheduler_svc.adapters.live_request import LiveRequest
-from scheduler_svc.domain.model import InstanceName
+from scheduler_svc.domain.model import InstanceName, TicketId
 from sluice.common.v1 import result_pb2
 from sluice.execution.v1 import execution_pb2
 from sluice.inference.v1 import inference_pb2
@@ -40,7 +40,7 @@ class Slot:
     stays taken until its end arrives."""
 
     live: LiveRequest | None
-    ticket_id: int
+    ticket_id: TicketId
     domain_attempt: int
     attempt: int
     start: inference_pb2.Start | None
@@ -66,7 +66,7 @@ class Lane:
         self.draining = False
         self._wake = wake
         self._slots: dict[int, Slot] = {}
-        self._by_ticket: dict[int, int] = {}
+        self._by_ticket: dict[TicketId, int] = {}
         self._free: list[int] = []
         self._next_slot = 0
         self._next_attempt = 1
@@ -74,6 +74,7 @@ class Lane:
         self._cancels: list[inference_pb2.Cancel] = []
         self._open_due = False
         self._demand_due: tuple[int, int] | None = None
+        self._demand_known = (0, 0)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -104,7 +105,7 @@ class Lane:
         self._wake(self)
 
     def cancel(
-        self, ticket_id: int, domain_attempt: int, reason: result_pb2.FinishReason.ValueType
+        self, ticket_id: TicketId, domain_attempt: int, reason: result_pb2.FinishReason.ValueType
     ) -> bool:
         """Aborts a running request. Returns whether an end will come from the instance: False when
         the start had not been written yet (the slot is free now) or is not known here."""
@@ -127,9 +128,11 @@ class Lane:
         self._wake(self)
 
     def demand(self, sequences: int, kv_tokens: int) -> None:
-        """Tells the instance what would run here if it could."""
-        self._demand_due = (sequences, kv_tokens)
-        self._wake(self)
+        """Tells the instance what would run here if it could, unless it knows."""
+        demand = (sequences, kv_tokens)
+        if demand != self._demand_known:
+            self._demand_known = self._demand_due = demand
+            self._wake(self)
 
     def slot(self, number: int, attempt: int) -> Slot | None:
         """The current use of a slot; None for a stale attempt."""
@@ -158,6 +161,7 @@ class Lane:
         self._free.clear()
         self._starts.clear()
         self._cancels.clear()
+        self._demand_known = (0, 0)
         self.epoch = 0
         self.open = False
         yield from lost

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import grpc
 
@@ -36,7 +36,7 @@ from scheduler_svc.domain.model import (
     TicketId,
     WorkKind,
 )
-from sluice.errors import Code, SluiceError, unavailable
+from sluice.errors import Code, SluiceError, invalid, unavailable
 from sluice.execution.v1 import execution_pb2, execution_pb2_grpc
 from sluice.inference.v1 import inference_pb2
 from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
@@ -87,7 +87,11 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._ids = itertools.count(1)
         self._loop = asyncio.get_running_loop()
 
-    async def Generate(self, request: generate_pb2.GenerateRequest, context: Context) -> None:
+    # Not an async generator, as the stub's type would have it: a client's cancel must be raised
+    # here, at the write, and not wait for a suspended generator to be collected.
+    async def Generate(  # type: ignore[override]
+        self, request: generate_pb2.GenerateRequest, context: Context
+    ) -> None:
         """See scheduler.proto."""
         live, field = self._generation(request, context, whole=False)
         async with self._served(live, field):
@@ -176,7 +180,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
                 limit = request.first_token_limit
                 asked_s = limit.seconds + limit.nanos / 1e9
                 if asked_s <= 0:
-                    raise translate.invalid("first_token_limit", "must be more than 0")
+                    raise invalid("first_token_limit", "must be more than 0")
                 ticket.first_token_limit_s = ticket.arrival_s + asked_s
             if not self._gate.flush.can_open(caller.priority_class):
                 raise no_capacity(retry_after_s=1.0)
@@ -217,7 +221,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         kind: WorkKind = WorkKind.GENERATE,
     ) -> Ticket:
         now = self._loop.time()
-        remaining_s = context.time_remaining()
+        remaining_s = cast("float | None", context.time_remaining())  # None: no deadline was set
         if remaining_s is None:
             remaining_s = self._times.deadline_s(caller.priority_class)
         deadline_s = now + min(remaining_s, self._times.deadline_max_s)
@@ -247,7 +251,6 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         task = asyncio.current_task()
         assert task is not None
         live.abandon = task.cancel
-        self._gate.flush.open(ticket.priority_class)
         self._gate.admit(live)
         outcome = Outcome.CANCELLED
         try:
@@ -265,7 +268,6 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             outcome = Outcome.INTERNAL
             raise
         finally:
-            self._gate.flush.close(ticket.priority_class)
             self._gate.leave(live, outcome)
             self._metrics.ended(live, outcome, self._loop.time(), span)
 

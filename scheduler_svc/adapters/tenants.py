@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import re
 import tomllib
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from scheduler_svc.domain.model import PriorityClass
+from sluice import logs
 from sluice.errors import SluiceError, permission_denied, unauthenticated
 
 POLL_INTERVAL_S: Final = 2.0
@@ -39,7 +39,7 @@ _FIELDS: Final = frozenset(
     ("name", "key_sha256", "ceiling", "default_class", "models", "agents", "sessions")
 )
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 class TenantsFileError(ValueError):
@@ -175,10 +175,10 @@ class TenantsFile:
         self._stamp = stamp
         try:
             self._table = parse(self._path.read_text())
-            log.info("read the tenants file again")
+            log.info("tenants file read again")
         except (OSError, UnicodeDecodeError, TenantsFileError) as error:
             self.reloads_failed += 1
-            log.error("kept the last good tenants file: %s", error)
+            log.error("tenants file refused; the last good one stays", problem=str(error))
 
     def _stat(self) -> tuple[int, int] | None:
         try:

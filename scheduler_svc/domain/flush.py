@@ -12,7 +12,7 @@ Pure and synchronous; owned by the gate.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scheduler_svc.domain.model import PriorityClass
 
@@ -36,16 +36,17 @@ class FlushBudget:
     write_cost_s: float = 100e-6
     write_share: float = 0.3
     capacity_share: float = 0.6
-    _open: dict[PriorityClass, int] | None = None
+    _open: dict[PriorityClass, int] = field(default_factory=lambda: dict.fromkeys(PriorityClass, 0))
     _open_streams: int = 0
-
-    def __post_init__(self) -> None:
-        self._open = dict.fromkeys(PriorityClass, 0)
 
     @property
     def open_streams(self) -> int:
         """Streams open now, over all classes."""
         return self._open_streams
+
+    def open_by_class(self) -> Mapping[PriorityClass, int]:
+        """Streams open now, by class."""
+        return self._open
 
     def interval_s(self, priority_class: PriorityClass) -> float:
         """Seconds between two flushes of one stream of this class."""
@@ -59,20 +60,17 @@ class FlushBudget:
 
     def open(self, priority_class: PriorityClass) -> None:
         """Counts a stream in."""
-        assert self._open is not None
         self._open[priority_class] += 1
         self._open_streams += 1
 
     def close(self, priority_class: PriorityClass) -> None:
         """Counts a stream out."""
-        assert self._open is not None
         assert self._open[priority_class] > 0, "a stream was closed twice"
         self._open[priority_class] -= 1
         self._open_streams -= 1
 
     def _load(self, fair_s: float, extra: PriorityClass) -> float:
         """Share of a core that writes take at the interval ``fair_s`` under the caps."""
-        assert self._open is not None
         writes_per_s = 0.0
         for priority_class, count in self._open.items():
             streams = count + (1 if priority_class is extra else 0)

@@ -97,7 +97,7 @@ def test_a_start_whose_deadline_passed_is_sent_with_the_least_time(setup: Setup)
 
 def test_a_cancel_of_a_start_that_was_not_written_frees_the_slot_at_once(setup: Setup) -> None:
     setup.start(1)
-    assert not setup.lane.cancel(1, 1, result_pb2.FINISH_REASON_CANCELLED)
+    assert not setup.lane.cancel(TicketId(1), 1, result_pb2.FINISH_REASON_CANCELLED)
     assert len(setup.lane) == 0
     assert setup.compose() is None
 
@@ -107,7 +107,7 @@ def test_a_cancel_of_a_running_slot_keeps_it_taken_until_its_end(setup: Setup) -
     frame = setup.compose()
     assert frame is not None
     started = frame.starts[0]
-    assert setup.lane.cancel(1, 1, result_pb2.FINISH_REASON_CANCELLED)
+    assert setup.lane.cancel(TicketId(1), 1, result_pb2.FINISH_REASON_CANCELLED)
     cancelled = setup.compose()
     assert cancelled is not None
     assert [(c.slot, c.attempt) for c in cancelled.cancels] == [(started.slot, started.attempt)]
@@ -119,7 +119,7 @@ def test_a_cancel_of_a_running_slot_keeps_it_taken_until_its_end(setup: Setup) -
 def test_a_cancel_of_another_attempt_is_not_sent(setup: Setup) -> None:
     setup.start(1, attempt=2)
     setup.compose()
-    assert not setup.lane.cancel(1, 1, result_pb2.FINISH_REASON_CANCELLED)
+    assert not setup.lane.cancel(TicketId(1), 1, result_pb2.FINISH_REASON_CANCELLED)
     assert setup.compose() is None
 
 

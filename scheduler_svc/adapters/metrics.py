@@ -1,0 +1,118 @@
+"""Counts, spans and metrics of the scheduler: at most five recordings per request, none per token.
+
+Counters are plain integers; the telemetry thread reads them by itself. Series are bounded: labels
+are classes, outcomes and instance names only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from scheduler_svc.adapters.gate import Gate
+from scheduler_svc.adapters.live_request import LiveRequest
+from scheduler_svc.domain.model import Outcome, PriorityClass, Ticket
+from sluice import telemetry_names as names
+from sluice.telemetry import Labels, Span, Telemetry, current_traceparent
+
+
+class SchedulerMetrics:
+    """See the module's docstring."""
+
+    def __init__(self, telemetry: Telemetry, gate: Gate) -> None:
+        self.messages = 0
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.outcomes: Counter[tuple[PriorityClass | None, Outcome]] = Counter()
+        self._gate = gate
+        self._telemetry = telemetry
+        self._ttft = telemetry.histogram(names.TTFT)
+        self._tpot = telemetry.histogram(names.TPOT)
+        self._queue = telemetry.histogram(names.QUEUE_TIME)
+        self._total = telemetry.histogram(names.REQUEST_TIME)
+        telemetry.counter(names.REQUESTS, self._read_outcomes)
+        telemetry.counter(names.TENANT_TOKENS, self._read_tokens)
+        telemetry.gauge(names.QUEUE_DEPTH, self._read_waiting)
+        telemetry.gauge(names.RUNNING, self._read_running)
+        telemetry.gauge(names.OPEN_STREAMS, self._read_streams)
+        telemetry.counter(names.FRAMES, self._read_frames)
+
+    def request_span(self, ticket: Ticket) -> Span:
+        """The span of one request, under the caller's trace context."""
+        return self._telemetry.span(
+            names.SPAN_REQUEST,
+            current_traceparent(),
+            {
+                names.ATTR_REQUEST_ID: ticket.request_id,
+                names.ATTR_TENANT: ticket.tenant,
+                names.ATTR_REQUEST_MODEL: ticket.model,
+                names.ATTR_CLASS: ticket.priority_class.name.lower(),
+            },
+            kind="server",
+        )
+
+    def refused(self, outcome: Outcome) -> None:
+        """A request was refused before it was admitted."""
+        self.outcomes[None, outcome] += 1
+
+    def ended(self, live: LiveRequest, outcome: Outcome, now: float, span: Span) -> None:
+        """A request is over."""
+        ticket = live.ticket
+        self.outcomes[ticket.priority_class, outcome] += 1
+        self.output_tokens += live.tokens
+        if live.accepted is not None:
+            self.prompt_tokens += live.accepted.prompt_tokens
+        label = {"class": ticket.priority_class.name.lower()}
+        total_s = now - ticket.arrival_s
+        self._total.record(total_s, {**label, "outcome": outcome.value})
+        if live.dispatch_s:
+            self._queue.record(live.dispatch_s - ticket.arrival_s, label)
+        if live.first_token_s:
+            self._ttft.record(live.first_token_s - ticket.arrival_s, label)
+            gaps = max(output.tokens for output in live.outputs) - 1
+            if gaps > 0:
+                self._tpot.record((live.last_token_s - live.first_token_s) / gaps, label)
+        if span.recording:
+            self._describe(span, live, outcome)
+        span.end(None if outcome is Outcome.FINISHED else outcome.value)
+
+    @staticmethod
+    def _describe(span: Span, live: LiveRequest, outcome: Outcome) -> None:
+        ticket = live.ticket
+        span.set(names.ATTR_OUTCOME, outcome.value)
+        span.set(names.ATTR_INSTANCE, live.instance)
+        span.set(names.ATTR_ATTEMPTS, live.attempt)
+        span.set(names.ATTR_OUTPUT_TOKENS, live.tokens)
+        span.set(names.ATTR_SIMULATED, live.simulated)
+        if live.accepted is not None:
+            span.set(names.ATTR_INPUT_TOKENS, live.accepted.prompt_tokens)
+            span.set(names.ATTR_CACHED_TOKENS, live.accepted.cached_tokens)
+        if live.dispatch_s:
+            span.set(names.ATTR_QUEUE_MS, (live.dispatch_s - ticket.arrival_s) * 1e3)
+        if live.first_token_s:
+            span.set(names.ATTR_TTFT_MS, (live.first_token_s - ticket.arrival_s) * 1e3)
+
+    def _read_outcomes(self) -> Iterator[tuple[int, Labels]]:
+        for (priority_class, outcome), count in self.outcomes.items():
+            name = priority_class.name.lower() if priority_class is not None else "none"
+            yield count, {"class": name, "outcome": outcome.value}
+
+    def _read_tokens(self) -> Iterator[tuple[int, Labels]]:
+        yield self.prompt_tokens, {"direction": "input"}
+        yield self.output_tokens, {"direction": "output"}
+
+    def _read_waiting(self) -> Iterator[tuple[int, Labels]]:
+        for priority_class, count in self._gate.domain.snapshot().waiting.items():
+            yield count, {"class": priority_class.name.lower()}
+
+    def _read_running(self) -> Iterator[tuple[int, Labels]]:
+        for instance, status in self._gate.domain.snapshot().instances.items():
+            yield status.running, {"instance": instance}
+
+    def _read_streams(self) -> Iterator[tuple[int, Labels]]:
+        for priority_class, count in self._gate.flush.open_by_class().items():
+            yield count, {"class": priority_class.name.lower()}
+
+    def _read_frames(self) -> Iterator[tuple[int, Labels]]:
+        yield sum(link.frames_read for link in self._gate.links), {"direction": "in"}
+        yield sum(link.frames_written for link in self._gate.links), {"direction": "out"}

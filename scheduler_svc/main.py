@@ -1,0 +1,163 @@
+"""The scheduler process: puts the gate, its links, the fleet watch and the public API together."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Final
+
+from scheduler_svc.adapters.admin_api import AdminApi
+from scheduler_svc.adapters.catalog import Catalog
+from scheduler_svc.adapters.execution_link import ExecuteConnection, ExecutionLink, choose_link
+from scheduler_svc.adapters.fleet_watch import FleetWatch
+from scheduler_svc.adapters.gate import Gate
+from scheduler_svc.adapters.metrics import SchedulerMetrics
+from scheduler_svc.adapters.public_api import EmbedStub, PublicApi
+from scheduler_svc.adapters.tenants import TenantsFile
+from scheduler_svc.config import SchedulerConfig, class_times
+from scheduler_svc.domain.flush import FlushBudget
+from scheduler_svc.domain.limits import SchedulerLimits
+from scheduler_svc.domain.model import InstanceName
+from scheduler_svc.domain.placement import LeastWork
+from scheduler_svc.domain.scheduler import Scheduler
+from sluice import logs
+from sluice.channels import open_channel
+from sluice.config import ConfigError, config_path, load
+from sluice.deadline import MethodDeadline
+from sluice.execution.v1 import execution_pb2_grpc
+from sluice.frames_grpc import client_connection
+from sluice.grants import GrantSigner
+from sluice.mesh_config import MeshSettings
+from sluice.scheduler.v1 import admin_pb2_grpc, mesh_pb2_grpc, scheduler_pb2_grpc
+from sluice.server import Health, MeshServer, run, serve_until_signalled
+from sluice.telemetry import Telemetry
+
+SERVICE: Final = "sluice.scheduler.v1.SchedulerService"
+ADMIN_SERVICE: Final = "sluice.scheduler.v1.SchedulerAdminService"
+MESH_SERVICE: Final = "sluice.scheduler.v1.SchedulerMeshService"
+DRAIN_POLL_S: Final = 0.02
+
+
+class Parts:
+    """The parts of a scheduler and the tasks that keep them going."""
+
+    def __init__(self, config: SchedulerConfig, telemetry: Telemetry, health: Health) -> None:
+        self._config = config
+        self._channels = {target: open_channel(target) for target in config.executions}
+        flush = FlushBudget(config.write_cost_us * 1e-6, config.write_share, config.write_capacity)
+        domain = Scheduler(SchedulerLimits(), LeastWork())
+        self.gate = Gate(domain, GrantSigner.load(config.keys_dir, config.name), flush)
+        self.gate.links = [
+            ExecutionLink(target, partial(self._connect, target), self.gate)
+            for target in config.executions
+        ]
+        self.fleet = FleetWatch(config.instances, open_channel, self.gate)
+        self.tenants = TenantsFile(config.tenants_file)
+        catalog = Catalog(
+            self.fleet,
+            config.default_model,
+            config.default_embedding_model,
+            _pairs("scheduler.aliases", config.aliases),
+        )
+        metrics = SchedulerMetrics(telemetry, self.gate)
+        # The methods of later layers are the generated base's, which answers UNIMPLEMENTED; the
+        # stubs call them abstract.
+        self.public = PublicApi(  # type: ignore[abstract]
+            self.gate, catalog, self.tenants, class_times(config), metrics, self._embed_stub
+        )
+        self.admin = AdminApi(  # type: ignore[abstract]
+            config.name, self.gate, self.fleet, self.tenants
+        )
+        self._execution = health.component("execution")
+
+    def _connect(self, target: str) -> ExecuteConnection:
+        stub = execution_pb2_grpc.ExecutionServiceStub(self._channels[target])
+        return client_connection(stub.ExecuteFrames())
+
+    def _embed_stub(self, instance: InstanceName) -> EmbedStub | None:
+        link = choose_link(instance, self.gate.links)
+        if link is None:
+            return None
+        return execution_pb2_grpc.ExecutionServiceStub(self._channels[link.target])
+
+    async def run(self) -> None:
+        """Runs every task until cancelled; one that fails ends the process."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.gate.run())
+            group.create_task(self.fleet.run())
+            group.create_task(self.tenants.watch())
+            group.create_task(self._watch_links())
+            for link in self.gate.links:
+                group.create_task(link.run())
+
+    async def _watch_links(self) -> None:
+        while True:
+            if any(link.usable for link in self.gate.links):
+                self._execution.up()
+            else:
+                self._execution.down("no execution service is connected")
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    async def drain(self) -> None:
+        """Takes nothing new, lets open requests end, then closes the links in order."""
+        self.gate.domain.drain()
+        await self.gate.idle()
+        for link in self.gate.links:
+            link.drain()
+            link.close()
+
+
+def _pairs(where: str, entries: tuple[str, ...]) -> Mapping[str, str]:
+    pairs = {}
+    for entry in entries:
+        name, separator, value = entry.partition("=")
+        if not (name and separator and value):
+            raise ConfigError(where, f"{entry!r} is not of the form name=value")
+        pairs[name] = value
+    return pairs
+
+
+async def serve() -> int:
+    """Serves until the process is asked to end; returns its exit status."""
+    path = config_path()
+    mesh = load(MeshSettings, "mesh", path=path)
+    config = load(SchedulerConfig, "scheduler", path=path)
+    logs.setup("scheduler", mesh.log_level)
+    telemetry = Telemetry.setup(
+        "scheduler",
+        mesh.otlp_endpoint,
+        mesh.trace_sample_ratio,
+        instance=config.name,
+        metric_interval_s=mesh.metric_interval_s,
+    )
+    health = Health()
+    parts = Parts(config, telemetry, health)
+    # A class's own default applies where a caller sets no deadline; see ClassTimes.
+    longest = MethodDeadline(config.deadline_max_s, config.deadline_max_s)
+    deadlines = {f"/{SERVICE}/{method}": longest for method in ("Generate", "GenerateText")}
+    public = MeshServer(
+        "scheduler", [config.bind], health, deadlines=deadlines, telemetry=telemetry
+    )
+    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(parts.public, public.grpc)
+    admin_pb2_grpc.add_SchedulerAdminServiceServicer_to_server(parts.admin, public.grpc)
+    public.add_service(SERVICE)
+    public.add_service(ADMIN_SERVICE)
+    meshed = MeshServer("scheduler-mesh", [config.mesh_bind], health, telemetry=telemetry)
+    mesh_pb2_grpc.add_SchedulerMeshServiceServicer_to_server(
+        mesh_pb2_grpc.SchedulerMeshServiceServicer(),  # type: ignore[abstract]
+        meshed.grpc,
+    )
+    meshed.add_service(MESH_SERVICE)
+    await public.start()
+    await meshed.start()
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(parts.run())
+        status = await serve_until_signalled([public, meshed], parts.drain, config.drain_grace_s)
+        running.cancel()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(run(serve()))
