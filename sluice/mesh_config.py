@@ -1,6 +1,6 @@
 """The part of `sluice.toml` that describes which processes make the mesh and where they run.
 
-Owns the sections [mesh], [local] and [envoy] and the resolution of each [[instance]] for one kind
+Owns the sections [mesh] and [local] and the resolution of each [[instance]] for one kind
 of machine. What a service does is in that service's own section, which is only carried along here.
 Pure apart from reading the file.
 
@@ -18,7 +18,6 @@ from enum import StrEnum
 from pathlib import Path
 
 from sluice.config import ConfigError, load, section, setting
-from sluice.edge_config import EnvoySettings
 
 INSTANCES_MAX = 64
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
@@ -107,6 +106,7 @@ class Instance:
     model: str
     path: Path | None
     embeds: bool
+    aliases: tuple[str, ...]
     env: Mapping[str, str]
     """Environment of its process."""
     table: Mapping[str, object]
@@ -120,7 +120,6 @@ class MeshFile:
     path: Path
     mesh: MeshSettings
     local: LocalSettings
-    envoy: EnvoySettings
     document: Mapping[str, object]
     environ: Mapping[str, str]
 
@@ -145,13 +144,15 @@ class MeshFile:
         table = _mapping(self.document.get(section, {}), section)
         return self._shifted(parse_address(table.get(field, default), f"{section}.{field}"))
 
-    def listener(self, field: str) -> Address:
-        """Envoy's listener `field` (port, tls_port, admin_port)."""
-        port = int(getattr(self.envoy, field))
-        if f"SLUICE_ENVOY_{field.upper()}" not in self.environ:
-            port += self.local.port_offset
-        host = self.envoy.host if field == "port" else "127.0.0.1"
-        return Address(host, port)
+    def number(self, section: str, field: str, default: float) -> float:
+        """A number in a service's section. The service checks its range."""
+        variable = f"SLUICE_{section.upper()}_{field.upper()}"
+        table = _mapping(self.document.get(section, {}), section)
+        value = self.environ.get(variable, table.get(field, default))
+        try:
+            return float(value) if isinstance(value, int | float | str) else default
+        except ValueError:
+            raise ConfigError(f"{section}.{field}", f"{value!r} must be a number") from None
 
     def instances(
         self, device: Device, engine: Engine | None = None, count: int | None = None
@@ -202,6 +203,7 @@ class MeshFile:
             model=_text(merged.get("model"), f"{where}.model"),
             path=folder,
             embeds=arguments.get("runner") == "pooling",
+            aliases=_names(merged.get("aliases", []), f"{where}.aliases"),
             env={key: str(value) for key, value in env.items()} if chosen is Engine.VLLM else {},
             table=table,
         )
@@ -229,7 +231,6 @@ def read(path: Path, environ: Mapping[str, str]) -> MeshFile:
         path=path,
         mesh=load(MeshSettings, "mesh", path=path, environ=environ),
         local=load(LocalSettings, "local", path=path, environ=environ),
-        envoy=load(EnvoySettings, "envoy", path=path, environ=environ),
         document=document,
         environ=dict(environ),
     )
@@ -276,6 +277,7 @@ def _multiplied(entries: list[Instance], count: int) -> list[Instance]:
                 model=first.model,
                 path=first.path,
                 embeds=first.embeds,
+                aliases=first.aliases,
                 env=first.env,
                 table=table,
             )
@@ -318,6 +320,12 @@ def _text(value: object, where: str) -> str:
     if not isinstance(value, str) or not value:
         raise ConfigError(where, f"{value!r} must be a string of at least one character")
     return value
+
+
+def _names(value: object, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ConfigError(where, f"{value!r} must be a list of strings")
+    return tuple(_text(item, where) for item in value)
 
 
 def _mapping(value: object, where: str) -> Mapping[str, object]:

@@ -1,0 +1,189 @@
+"""The `sluice` command: runs the mesh on this machine, looks at it, and calls it as a client.
+
+Every call goes through Envoy under an API key, as any client's does; only `status` also asks the
+processes themselves. Nothing here decides: options become requests, answers become lines. A person
+never sees a traceback: an expected error is one line on standard error and an exit status, and an
+unexpected one is a line with its kind (SLUICE_DEBUG=1 shows the rest).
+
+Heavy modules are imported by the commands that need them, so that `sluice --help` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from sluice import __version__
+from sluice.command.cli_calls import calls
+from sluice.command.cli_show import show
+from sluice.command.cli_support import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    ConfigOption,
+    config_file,
+    errors,
+    fail_line,
+    screen,
+    status_of,
+)
+
+if TYPE_CHECKING:
+    from sluice.mesh_config import Engine
+
+EPILOG: Final = (
+    "Exit status: 0 done; 1 failed; 2 wrong use or configuration; 3 no mesh answers; 4 the mesh"
+    " refuses the request; 5 the mesh is busy or not available, try again later; 6 the deadline"
+    " passed; 130 interrupted."
+)
+
+app = typer.Typer(
+    name="sluice",
+    help="Sluice: one gate in front of every GPU.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+compose_app = typer.Typer(help="The docker compose file, made from sluice.toml.")
+app.add_typer(compose_app, name="compose")
+calls(app)
+show(app)
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+    ] = False,
+) -> None:
+    if version:
+        typer.echo(f"sluice {__version__}")
+        raise typer.Exit
+
+
+def _engine(name: str) -> Engine | None:
+    from sluice.mesh_config import Engine
+
+    if not name:
+        return None
+    # `vllm` is what the file says where it says nothing else: it must not undo an entry that is
+    # simulated on purpose.
+    return Engine.SIMULATED if Engine(name) is Engine.SIMULATED else None
+
+
+@app.command()
+def up(
+    config: ConfigOption = None,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="vllm (as sluice.toml says) or simulated (every answer is made up).",
+            envvar="ENGINE",
+        ),
+    ] = "",
+    instances: Annotated[
+        int | None,
+        typer.Option(help="Simulated instances of the first entry, 1 to 64.", min=1, max=64),
+    ] = None,
+    ready_timeout: Annotated[
+        float | None, typer.Option(help="Longest wait until all is ready, in s.", min=1.0)
+    ] = None,
+    question: Annotated[
+        bool, typer.Option(help="Ask one question through Envoy when all is ready.")
+    ] = True,
+) -> None:
+    """Start the mesh, ask one question through it, and return with the mesh running."""
+    from sluice.command.startup import UpOptions
+    from sluice.command.startup import up as start
+
+    if engine not in ("", "vllm", "simulated"):
+        raise typer.BadParameter(f"{engine!r} is not vllm or simulated", param_hint="--engine")
+    signal.signal(signal.SIGTERM, _terminated)
+    file = config_file(config)
+    options = UpOptions(
+        engine=_engine(engine),
+        instances=instances,
+        ready_timeout_s=ready_timeout or file.local.ready_timeout_s,
+        question=question,
+    )
+    raise typer.Exit(start(file, options, screen()))
+
+
+@app.command()
+def down(config: ConfigOption = None) -> None:
+    """Stop the mesh. No process is left; harmless when nothing runs."""
+    from sluice.command import shutdown
+    from sluice.command.run_files import RunPaths
+
+    paths = RunPaths(config_file(config).runtime_dir)
+    display = screen()
+    result = shutdown.stop(paths, display.say)
+    display.stopped(result, paths)
+    raise typer.Exit(EXIT_FAILED if result.left else 0)
+
+
+@compose_app.command("render")
+def compose_render(
+    config: ConfigOption = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; without it, to standard output.")
+    ] = None,
+    check: Annotated[bool, typer.Option(help="Write nothing; fail when the file differs.")] = False,
+) -> None:
+    """Render docker-compose.yml from sluice.toml."""
+    from sluice.command.compose import render
+    from sluice.mesh_config import read
+
+    # Without this shell's environment: the file must come out the same everywhere.
+    text = render(read(config or config_file(None).path, {}))
+    if out is None:
+        typer.echo(text, nl=False)
+    elif check:
+        if not out.is_file() or out.read_text(encoding="utf-8") != text:
+            fail_line(f"{out} is not what `sluice compose render --out {out}` writes")
+            raise typer.Exit(EXIT_FAILED)
+    else:
+        out.write_text(text, encoding="utf-8")
+
+
+def _terminated(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def main() -> None:
+    """The entry point; ends the process."""
+    sys.exit(run(sys.argv[1:], os.environ))
+
+
+def run(arguments: list[str], environ: Mapping[str, str]) -> int:
+    """Runs one command line; returns its exit status."""
+    try:
+        result = app(args=arguments, standalone_mode=False)
+    except typer.Abort:
+        return EXIT_INTERRUPTED
+    except KeyboardInterrupt:
+        errors().print()
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of a pipe is gone, as in `sluice logs | head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else EXIT_FAILED
+    except Exception as error:
+        if environ.get("SLUICE_DEBUG"):
+            raise
+        return status_of(error)
+    return result if isinstance(result, int) else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+"""`sluice generate`, `chat`, `models`, `grant`: calls that a client could make, from the shell.
+
+A simulated answer is labelled on standard error, so that a pipe gets the text alone and a person
+always sees the label.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from sluice.command.cli_support import (
+    ConfigOption,
+    EndpointOption,
+    KeyFileOption,
+    config_file,
+    errors,
+    is_interactive,
+    open_client,
+    output,
+    status_of,
+)
+from sluice.errors import Code, SluiceError
+
+if TYPE_CHECKING:
+    from sluice.command.client import MeshClient
+    from sluice.common.v1 import policy_pb2
+    from sluice.mesh_config import MeshFile
+    from sluice.scheduler.v1 import generate_pb2
+
+SIMULATED_LABEL: Final = "[SIMULATED answer: made up by a latency model, not by a language model]"
+TIMEOUT_S: Final = 300.0
+GRANT_TTL_S: Final = 300.0
+GRANT_TTL_MAX_S: Final = 3_600.0
+CLASSES: Final = ("critical", "interactive", "standard", "batch")
+
+ModelOption = Annotated[str, typer.Option(help="Model or alias. Default: the deployment's.")]
+MaxTokensOption = Annotated[
+    int | None, typer.Option(help="Most output tokens, 1 or more.", min=1, max=1 << 31)
+]
+TemperatureOption = Annotated[
+    float | None, typer.Option(help="0 (greedy) to 2. Default: the model's.")
+]
+SystemOption = Annotated[str, typer.Option(help="A system message before the conversation.")]
+TimeoutOption = Annotated[float, typer.Option(help="Deadline, in s.", min=0.001)]
+ClassOption = Annotated[
+    str, typer.Option("--class", help=f"Priority: {', '.join(CLASSES)}. Default: the tenant's.")
+]
+
+
+def calls(app: typer.Typer) -> None:
+    """Adds the commands."""
+    app.command()(generate)
+    app.command()(chat)
+    app.command()(models)
+    app.command()(grant)
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to ask; - reads standard input.")],
+    model: ModelOption = "",
+    system: SystemOption = "",
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    top_p: Annotated[float | None, typer.Option(help="More than 0, to 1.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 (all) or more.", min=0)] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random numbers.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Ends the output; repeatable.")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema that the output must follow.")
+    ] = None,
+    priority: ClassOption = "",
+    stream: Annotated[bool, typer.Option(help="Print text as it comes.")] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the whole response as JSON; implies no stream.")
+    ] = False,
+    timeout: TimeoutOption = TIMEOUT_S,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """Ask the model once."""
+    from sluice.common.v1 import sampling_pb2
+    from sluice.scheduler.v1 import generate_pb2
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    sampling = sampling_pb2.SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop or ()
+    )
+    if max_tokens is not None:
+        sampling.max_tokens = max_tokens
+    if json_schema is not None:
+        sampling.structured_output.json_schema = json_schema.read_text(encoding="utf-8")
+    request = generate_pb2.GenerateRequest(
+        model=model, sampling=sampling, priority_class=_class_number(priority)
+    )
+    if system:
+        request.messages.add(role="system", content=system)
+        request.messages.add(role="user", content=text)
+    else:
+        request.prompt = text
+    with open_client(config, endpoint, key_file) as client:
+        if stream and not as_json:
+            _print_stream(client, request, timeout)
+        else:
+            _print_whole(client, request, timeout, as_json)
+
+
+def chat(
+    model: ModelOption = "",
+    system: SystemOption = "",
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    timeout: TimeoutOption = TIMEOUT_S,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """Talk with the model; answers stream. The conversation is kept here and sent with each
+    turn.
+    """
+    from sluice.common.v1 import sampling_pb2
+    from sluice.scheduler.v1 import generate_pb2
+
+    sampling = sampling_pb2.SamplingParams(temperature=temperature)
+    if max_tokens is not None:
+        sampling.max_tokens = max_tokens
+    request = generate_pb2.GenerateRequest(model=model, sampling=sampling)
+    if system:
+        request.messages.add(role="system", content=system)
+    first = len(request.messages)
+    if is_interactive():
+        output().print("An empty line is ignored; /reset forgets, /exit or Ctrl-D ends.")
+    with open_client(config, endpoint, key_file) as client:
+        for line in _turns():
+            if line == "/reset":
+                del request.messages[first:]
+                continue
+            request.messages.add(role="user", content=line)
+            answer = _turn(client, request, timeout)
+            if answer is None:
+                # Unanswered: the next turn must not send it again.
+                del request.messages[-1]
+            else:
+                request.messages.add(role="assistant", content=answer)
+
+
+def models(
+    config: ConfigOption = None, endpoint: EndpointOption = "", key_file: KeyFileOption = None
+) -> None:
+    """List the models that the key may use."""
+    with open_client(config, endpoint, key_file) as client:
+        answer = client.list_models()
+    table = Table(box=None, pad_edge=False)
+    for column in ("model", "does", "context", "available", "engine", "aliases"):
+        table.add_column(column)
+    for one in answer.models:
+        does = "generates" if one.generates else f"embeds ({one.embedding_dimensions} dimensions)"
+        table.add_row(
+            Text(one.name + (" (default)" if one.is_default else "")),
+            does,
+            f"{one.context_tokens} tokens",
+            f"yes, {one.instances} instances" if one.available else "no",
+            Text(one.engine + (" SIMULATED" if one.simulated else "")),
+            Text(", ".join(one.aliases)),
+        )
+    output().print(table)
+
+
+def grant(
+    instance: Annotated[str, typer.Option(help="The instance that may run it; * is any.")] = "*",
+    request_id: Annotated[str, typer.Option(help="The request that may run; * is any.")] = "*",
+    ttl: Annotated[
+        float, typer.Option(help="How long it is valid, in s.", min=1.0, max=GRANT_TTL_MAX_S)
+    ] = GRANT_TTL_S,
+    form: Annotated[
+        str, typer.Option("--format", help="json or base64 (of the message).")
+    ] = "json",
+    config: ConfigOption = None,
+) -> None:
+    """Mint a dispatch grant, to call an inference service past the scheduler while debugging."""
+    from google.protobuf import json_format
+
+    from sluice.grants import GrantSigner
+
+    if form not in ("json", "base64"):
+        raise typer.BadParameter(f"{form!r} is not json or base64", param_hint="--format")
+    file = config_file(config)
+    try:
+        signer = GrantSigner.load(file.runtime_dir / "keys", issuer="sluice-grant")
+    except (OSError, ValueError):
+        raise typer.BadParameter(
+            f"there is no signing key in {file.runtime_dir / 'keys'}: `sluice up` makes one"
+        ) from None
+    signed = signer.sign(request_id, instance, now_unix_s=time.time(), ttl_s=ttl)
+    if form == "base64":
+        typer.echo(base64.b64encode(signed.SerializeToString()).decode())
+    else:
+        typer.echo(json.dumps(json_format.MessageToDict(signed)))
+    errors().print(
+        Text(
+            f"Valid for {ttl:.0f} s. For example:\n"
+            "  grpcurl -plaintext -d"
+            ' "{\\"work\\":{\\"requestId\\":\\"debug\\",\\"input\\":{\\"text\\":\\"Hello\\"}},'
+            '\\"grant\\":$(sluice grant)}"'
+            f" {_an_instance(file)} sluice.inference.v1.InferenceService/Generate"
+        ),
+        soft_wrap=True,
+    )
+
+
+def _an_instance(file: MeshFile) -> str:
+    from sluice.mesh_config import Device
+
+    return str(file.instances(Device.CPU)[0].address)
+
+
+def _turns() -> Iterator[str]:
+    """Lines of the person, without empty ones, until the end of input or /exit."""
+    if is_interactive():
+        # Gives input() editing and a history, where there is one.
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
+    while True:
+        try:
+            line = input("> " if is_interactive() else "").strip()
+        except EOFError:
+            return
+        if line == "/exit":
+            return
+        if line:
+            yield line
+
+
+def _turn(client: MeshClient, request: generate_pb2.GenerateRequest, timeout: float) -> str | None:
+    """One turn; None when it was not answered. An answer that was interrupted counts as given."""
+    pieces: list[str] = []
+    try:
+        _print_stream(client, request, timeout, pieces)
+    except SluiceError as error:
+        if error.code is Code.UNAUTHENTICATED or not is_interactive():
+            raise
+        status_of(error)
+        return None
+    except KeyboardInterrupt:
+        # Stops this answer, as people expect; at the prompt it ends the command.
+        output().print()
+        return "".join(pieces) or None
+    return "".join(pieces)
+
+
+def _print_stream(
+    client: MeshClient,
+    request: generate_pb2.GenerateRequest,
+    timeout: float,
+    pieces: list[str] | None = None,
+) -> None:
+    from sluice.command.log_files import printable
+
+    seen = False
+    for message in client.generate(request, timeout):
+        match message.WhichOneof("event"):
+            case "started" if message.started.simulated:
+                _label()
+            case "delta":
+                seen = True
+                if pieces is not None:
+                    pieces.append(message.delta.text)
+                # To a pipe as it is; a terminal must not be steered by a model.
+                text = message.delta.text
+                typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
+                sys.stdout.flush()
+    if seen:
+        typer.echo()
+
+
+def _print_whole(
+    client: MeshClient, request: generate_pb2.GenerateRequest, timeout: float, as_json: bool
+) -> None:
+    from google.protobuf import json_format
+
+    from sluice.command.log_files import printable
+    from sluice.scheduler.v1 import generate_pb2
+
+    whole = generate_pb2.GenerateTextRequest(
+        prompt=request.prompt,
+        messages=request.messages,
+        model=request.model,
+        sampling=request.sampling,
+        priority_class=request.priority_class,
+    )
+    answer = client.generate_text(whole, timeout)
+    if answer.simulated:
+        _label()
+    if as_json:
+        typer.echo(json.dumps(json_format.MessageToDict(answer), ensure_ascii=False, indent=2))
+    else:
+        typer.echo(printable(answer.text) if sys.stdout.isatty() else answer.text)
+
+
+def _label() -> None:
+    errors().print(Text(SIMULATED_LABEL, style="bold yellow"))
+
+
+def _class_number(name: str) -> policy_pb2.PriorityClass.ValueType:
+    from sluice.common.v1 import policy_pb2
+
+    if not name:
+        return policy_pb2.PRIORITY_CLASS_UNSPECIFIED
+    if name not in CLASSES:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(CLASSES)}")
+    return policy_pb2.PriorityClass.Value(f"PRIORITY_CLASS_{name.upper()}")

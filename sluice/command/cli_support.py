@@ -1,0 +1,159 @@
+"""What the commands share: options, consoles, and how an error becomes a line and an exit
+status.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from sluice.config import ConfigError, config_path
+from sluice.errors import Code, SluiceError
+
+if TYPE_CHECKING:
+    from sluice.command.client import MeshClient
+    from sluice.command.up_screen import UpScreen
+    from sluice.mesh_config import MeshFile
+
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_NO_MESH: Final = 3
+EXIT_REFUSED: Final = 4
+EXIT_BUSY: Final = 5
+EXIT_DEADLINE: Final = 6
+EXIT_INTERRUPTED: Final = 130
+
+_BUSY: Final = (Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE, Code.ABORTED)
+_FAULTS: Final = (Code.INTERNAL, Code.UNKNOWN, Code.DATA_LOSS)
+_CONFIG_NAME: Final = "sluice.toml"
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(help="Configuration file. Default: $SLUICE_CONFIG, else sluice.toml here."),
+]
+EndpointOption = Annotated[
+    str,
+    typer.Option(help="host:port of Envoy. Default: as configured.", envvar="SLUICE_ENDPOINT"),
+]
+KeyFileOption = Annotated[
+    Path | None,
+    typer.Option(help="File with the API key. Default: api-key of the runtime folder."),
+]
+
+
+def config_file(path: Path | None) -> MeshFile:
+    """The configuration: `path`, else SLUICE_CONFIG, else in this folder, else beside the code."""
+    from sluice.mesh_config import read
+
+    chosen = path or config_path() or Path(_CONFIG_NAME)
+    if path is None and config_path() is None and not chosen.is_file():
+        chosen = Path(__file__).resolve().parents[2] / _CONFIG_NAME
+    return read(chosen, os.environ)
+
+
+def output() -> Console:
+    """Standard output. Nothing in an answer is markup or gets colours of its own."""
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def errors() -> Console:
+    """Standard error."""
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def screen() -> UpScreen:
+    """What `up` and `down` write to."""
+    from sluice.command.up_screen import UpScreen
+
+    return UpScreen(output(), errors())
+
+
+def fail_line(text: str) -> None:
+    """One `error:` line."""
+    errors().print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
+
+
+def open_client(config: Path | None, endpoint: str, key_file: Path | None) -> MeshClient:
+    """A client of the configured mesh. The key comes from `key_file`, else from SLUICE_API_KEY,
+    else from the runtime folder."""
+    from sluice import edge
+    from sluice.command.client import MeshClient
+    from sluice.command.first_files import api_key_path
+
+    file = config_file(config)
+    if not endpoint:
+        settings = edge.load_settings(file.path, edge.Target.LOCAL, file.environ)
+        offset = 0 if "SLUICE_ENVOY_PORT" in file.environ else file.local.port_offset
+        endpoint = f"{settings.host}:{settings.port + offset}"
+    key = "" if key_file else os.environ.get("SLUICE_API_KEY", "")
+    if not key:
+        key = read_key(key_file or api_key_path(file.runtime_dir))
+    return MeshClient(endpoint, key)
+
+
+def read_key(path: Path) -> str:
+    """The key in `path`. Raises BadParameter."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        raise typer.BadParameter(
+            f"there is no key in {path}: `sluice up` makes one, --key-file names another"
+        ) from None
+
+
+def status_of(error: Exception) -> int:
+    """Says what happened in one line; returns the exit status."""
+    from sluice.command.client import UnreachableError, one_line
+    from sluice.command.first_files import StartError
+    from sluice.command.readiness import NotReadyError
+
+    match error:
+        case SluiceError():
+            fail_line(one_line(error))
+            return _status_of_code(error.code)
+        case UnreachableError():
+            fail_line(str(error))
+            return EXIT_NO_MESH
+        case ConfigError():
+            fail_line(str(error))
+            return EXIT_USAGE
+        case StartError():
+            for line in str(error).splitlines():
+                fail_line(line)
+            return EXIT_FAILED
+        case NotReadyError():
+            fail_line(error.reason)
+            return EXIT_FAILED
+        case OSError() if error.filename:
+            fail_line(f"{error.filename}: {error.strerror}")
+            return EXIT_FAILED
+    # Of the command-line library, which words wrong usage well; its class is not public.
+    words = getattr(error, "format_message", None)
+    if words is not None:
+        fail_line(words())
+        return EXIT_USAGE
+    kind = re.sub(r"[^A-Za-z0-9_.]", "", type(error).__name__)
+    fail_line(f"unexpected {kind}; SLUICE_DEBUG=1 shows where. Please report it.")
+    return EXIT_FAILED
+
+
+def _status_of_code(code: Code) -> int:
+    if code in _BUSY:
+        return EXIT_BUSY
+    if code is Code.DEADLINE_EXCEEDED:
+        return EXIT_DEADLINE
+    if code in _FAULTS:
+        return EXIT_FAILED
+    return EXIT_REFUSED
+
+
+def is_interactive() -> bool:
+    """Whether a person types."""
+    return sys.stdin.isatty() and sys.stdout.isatty()

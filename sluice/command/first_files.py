@@ -1,0 +1,103 @@
+"""The files that a mesh needs before its processes start, made once: keys, tenants, Envoy's file.
+
+Everything here is idempotent: what is there stays. Secrets are readable by their owner only.
+`envoy.yaml` and the effective configuration are derived, so they are written at every start.
+
+Failure modes: a tenants file that does not know the key beside it is a StartError that says what to
+do, since every call would be refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from sluice.command.run_files import RunPaths, write_atomically
+from sluice.grants import ensure_keys
+
+KEY_BYTES = 24
+SECRET_MODE = 0o600
+TENANT = "dev"
+
+
+class StartError(Exception):
+    """The mesh cannot start; the text says why and what to do, for a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class Secrets:
+    """The keys of a runtime folder."""
+
+    api_key: str
+    admin_key: str
+
+
+def api_key_path(runtime: Path) -> Path:
+    """Where the key of the tenant `dev` is."""
+    return runtime / "api-key"
+
+
+def admin_key_path(runtime: Path) -> Path:
+    """Where the admin key is."""
+    return runtime / "admin-key"
+
+
+def prepare(runtime: Path) -> Secrets:
+    """Makes keys, signing keys and tenants file where they are missing. Raises StartError."""
+    runtime.mkdir(parents=True, exist_ok=True)
+    api_key = _ensure_secret(api_key_path(runtime), "sk-dev")
+    admin_key = _ensure_secret(admin_key_path(runtime), "sk-admin")
+    ensure_keys(runtime / "keys")
+    _ensure_tenants(runtime / "tenants.toml", api_key, admin_key)
+    paths = RunPaths(runtime)
+    for folder in (paths.run, paths.logs):
+        folder.mkdir(exist_ok=True)
+    return Secrets(api_key, admin_key)
+
+
+def _ensure_secret(path: Path, prefix: str) -> str:
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        key = ""
+    if key:
+        if path.stat().st_mode & 0o077:
+            path.chmod(SECRET_MODE)
+        return key
+    key = f"{prefix}-{secrets.token_urlsafe(KEY_BYTES)}"
+    write_atomically(path, key + "\n", SECRET_MODE)
+    return key
+
+
+def _ensure_tenants(path: Path, api_key: str, admin_key: str) -> None:
+    if not path.exists():
+        write_atomically(path, _tenants_text(_sha256(api_key), _sha256(admin_key)), SECRET_MODE)
+        return
+    text = path.read_text(encoding="utf-8")
+    for key, name in ((api_key, "api-key"), (admin_key, "admin-key")):
+        if _sha256(key) not in text:
+            raise StartError(
+                f"{path} does not know the key in {path.with_name(name)}. Delete {path.name} to"
+                f" have it made again, or put this into it: {_sha256(key)}"
+            )
+
+
+def _tenants_text(api_digest: str, admin_digest: str) -> str:
+    return f"""# Who may call the mesh. Keys stand here as the SHA-256 of their text, in hex.
+admin_key_sha256 = ["{admin_digest}"]
+
+[[tenant]]
+name = "{TENANT}"                    # [a-z0-9-], 1 to 64 characters
+key_sha256 = ["{api_digest}"]
+ceiling = "critical"            # highest class: critical | interactive | standard | batch
+default_class = "interactive"   # class of requests that say none
+models = []                     # models and aliases it may use; empty: all
+agents = false                  # whether it may use the agent path
+sessions = true                 # whether it may keep sessions
+"""
+
+
+def _sha256(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()

@@ -1,0 +1,375 @@
+"""The processes of a mesh: one description for this machine and for docker compose.
+
+Owns which processes there are, how each is started, where it serves, how its health is asked, what
+it needs first and how long it may drain. The supervisor runs this description and the compose file
+is rendered from it, so that the two cannot drift. Pure: everything comes from a `MeshFile` and a
+`Place`.
+
+Wiring (addresses, folders) reaches a process through its environment; policy (limits, models)
+through the effective configuration file that SLUICE_CONFIG names: `sluice.toml` with engine, device
+and paths resolved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path, PurePath, PurePosixPath
+
+from sluice import edge
+from sluice.command import toml_text
+from sluice.command.mark import MARK_VARIABLE, mark_of
+from sluice.edge_config import EnvoySettings
+from sluice.mesh_config import Address, Device, Engine, Instance, MeshFile
+
+GIB = 1 << 30
+MIB = 1 << 20
+# What a process keeps resident once it serves. vLLM on a CPU: measured with a 135 M model in
+# float32, KV cache not counted; on a GPU weights and cache are in the GPU's memory.
+SERVICE_MEMORY_BYTES = 100 * MIB
+VLLM_MEMORY_BYTES = 3 * GIB
+# Longest drains: a scheduler lets streams in flight end, an engine closes within 30 s.
+EXECUTION_DRAIN_S = 10.0
+INFERENCE_DRAIN_S = 35.0
+# What a process may take on top of its own limit on draining, to flush and to exit.
+EXIT_S = 5.0
+SCHEDULER_DRAIN_DEFAULT_S = 120.0
+SCHEDULER_DEFAULT, MESH_DEFAULT = "127.0.0.1:50051", "127.0.0.1:50052"
+EXECUTION_DEFAULT = "127.0.0.1:50061"
+
+
+class Target(StrEnum):
+    """Where the mesh runs."""
+
+    LOCAL = "local"
+    COMPOSE = "compose"
+
+
+class Kind(StrEnum):
+    """The programs of a mesh, in the order in which they stop: nothing loses what it depends on
+    while it drains.
+    """
+
+    ENVOY = "envoy"
+    SCHEDULER = "scheduler"
+    EXECUTION = "execution"
+    INFERENCE = "inference"
+
+    @property
+    def stop_order(self) -> int:
+        """0 stops first."""
+        return list(Kind).index(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A port that a process listens on."""
+
+    name: str
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """How to ask a process whether it serves: grpc.health.v1 for "", or an HTTP GET that answers
+    200.
+    """
+
+    address: Address
+    http_path: str = ""
+    """Empty: gRPC."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process."""
+
+    name: str
+    kind: Kind
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    ports: tuple[Port, ...]
+    probe: Probe
+    depends: tuple[str, ...]
+    """Processes that it calls. A service comes up without them and is ready when they are."""
+    drain_s: float
+    """From SIGTERM to SIGKILL."""
+    memory_bytes: int
+    """Expected resident memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a target keeps files and how its processes reach each other."""
+
+    target: Target
+    config_path: PurePath
+    runtime_dir: PurePath
+    python: str
+    envoy: str
+    envoy_config: PurePath
+    bind: Callable[[Address], Address]
+    reach: Callable[[str, Address], Address]
+    """(process, configured address) -> address to dial it at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """All processes of one mesh."""
+
+    target: Target
+    engine: Engine
+    device: Device
+    processes: tuple[Process, ...]
+    instances: tuple[Instance, ...]
+    config_text: str
+    """The effective configuration, as a TOML file."""
+    endpoint: Address
+    """Envoy's clear-text listener."""
+    scheduler: Address
+    """The public API behind Envoy, for `sluice status`."""
+    envoy: EnvoySettings
+    """What Envoy's configuration file is rendered from."""
+
+    @property
+    def simulated(self) -> bool:
+        """Whether any answer can come from the simulated engine."""
+        return any(instance.engine is Engine.SIMULATED for instance in self.instances)
+
+    def process(self, name: str) -> Process:
+        """The process `name`. Raises KeyError."""
+        for process in self.processes:
+            if process.name == name:
+                return process
+        raise KeyError(name)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when anything that runs would run differently."""
+        parts = [self.config_text]
+        parts += [f"{p.name} {p.command} {sorted(p.env.items())}" for p in self.processes]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def local_place(config: MeshFile, envoy: str) -> Place:
+    """This machine: everything at its configured address, files in the runtime folder."""
+    runtime = config.runtime_dir
+    return Place(
+        target=Target.LOCAL,
+        config_path=runtime / "run" / "sluice.toml",
+        runtime_dir=runtime,
+        python=sys.executable,
+        envoy=envoy,
+        envoy_config=runtime / "envoy.yaml",
+        bind=lambda address: address,
+        reach=lambda _name, address: address,
+    )
+
+
+def compose_place() -> Place:
+    """Containers: each process listens on all its addresses and is found under its service name."""
+    return Place(
+        target=Target.COMPOSE,
+        config_path=PurePosixPath("/etc/sluice/sluice.toml"),
+        runtime_dir=PurePosixPath("/var/lib/sluice"),
+        python="python",
+        envoy="envoy",
+        envoy_config=PurePosixPath("/etc/envoy/envoy.yaml"),
+        bind=lambda address: Address("0.0.0.0", address.port),  # noqa: S104 - the container's own network
+        reach=lambda name, address: Address(name, address.port),
+    )
+
+
+def build(
+    config: MeshFile,
+    place: Place,
+    device: Device,
+    engine: Engine | None = None,
+    instance_count: int | None = None,
+) -> Topology:
+    """The mesh that `config` describes at `place`. Raises ConfigError."""
+    instances = config.instances(device, engine, instance_count)
+    scheduler_api = config.bind("scheduler", "bind", SCHEDULER_DEFAULT)
+    scheduler_mesh = config.bind("scheduler", "mesh_bind", MESH_DEFAULT)
+    execution_api = config.bind("execution", "bind", EXECUTION_DEFAULT)
+    common = {"SLUICE_CONFIG": str(place.config_path), "PYTHONUNBUFFERED": "1"}
+    if place.target is Target.LOCAL:
+        common |= {
+            MARK_VARIABLE: mark_of(config.runtime_dir),
+            "SLUICE_MESH_RUNTIME_DIR": str(place.runtime_dir),
+        }
+    inference = [_inference(place, instance, common) for instance in instances]
+    execution = _execution(place, execution_api, common)
+    drain_s = config.number("scheduler", "drain_grace_s", SCHEDULER_DRAIN_DEFAULT_S)
+    scheduler = _scheduler(
+        place, scheduler_api, scheduler_mesh, execution_api, instances, drain_s, common
+    )
+    settings = _edge_settings(config, place, scheduler_api)
+    envoy = _envoy(config, settings, place, common)
+    processes = (envoy, scheduler, execution, *inference)
+    return Topology(
+        target=place.target,
+        engine=engine or instances[0].engine,
+        device=device,
+        processes=processes,
+        instances=instances,
+        config_text=toml_text.dumps(_effective(config, place, instances)),
+        endpoint=Address(settings.host, settings.port),
+        scheduler=scheduler_api,
+        envoy=settings,
+    )
+
+
+def _service_command(place: Place, package: str) -> tuple[str, ...]:
+    return (place.python, "-m", f"{package}.main")
+
+
+def _edge_settings(config: MeshFile, place: Place, scheduler: Address) -> EnvoySettings:
+    """[envoy] with its ports shifted and the schedulers that the topology knows."""
+    target = edge.Target(place.target.value)
+    settings = edge.load_settings(config.path, target, config.environ)
+
+    def shifted(field: str, port: int) -> int:
+        own = f"SLUICE_ENVOY_{field.upper()}" in config.environ
+        return port if own else port + config.local.port_offset
+
+    settings = replace(
+        settings,
+        port=shifted("port", settings.port),
+        tls_port=shifted("tls_port", settings.tls_port),
+        admin_port=shifted("admin_port", settings.admin_port),
+    )
+    if "SLUICE_ENVOY_SCHEDULERS" in config.environ:
+        return settings
+    return replace(settings, schedulers=(str(place.reach("scheduler", scheduler)),))
+
+
+def _envoy(
+    config: MeshFile, settings: EnvoySettings, place: Place, common: Mapping[str, str]
+) -> Process:
+    admin = Address("127.0.0.1", settings.admin_port)
+    ports = [Port("http", Address(settings.host, settings.port)), Port("admin", admin)]
+    if settings.tls_certificate:
+        ports.append(Port("https", Address(settings.tls_host, settings.tls_port)))
+    arguments = edge.arguments(settings, config.mesh, Path(place.envoy_config))
+    return Process(
+        name="envoy",
+        kind=Kind.ENVOY,
+        command=(place.envoy, *arguments),
+        env=common if place.target is Target.COMPOSE else {MARK_VARIABLE: common[MARK_VARIABLE]},
+        ports=tuple(ports),
+        probe=Probe(admin, http_path="/ready"),
+        depends=("scheduler",),
+        drain_s=settings.drain_s + EXIT_S,
+        memory_bytes=SERVICE_MEMORY_BYTES,
+    )
+
+
+def _scheduler(
+    place: Place,
+    api: Address,
+    mesh: Address,
+    execution: Address,
+    instances: tuple[Instance, ...],
+    drain_s: float,
+    common: Mapping[str, str],
+) -> Process:
+    bind, mesh_bind = place.bind(api), place.bind(mesh)
+    targets = ",".join(
+        f"{instance.name}={place.reach(instance.name, instance.address)}" for instance in instances
+    )
+    env = {
+        **common,
+        "SLUICE_SCHEDULER_BIND": str(bind),
+        "SLUICE_SCHEDULER_MESH_BIND": str(mesh_bind),
+        "SLUICE_SCHEDULER_EXECUTIONS": str(place.reach("execution", execution)),
+        "SLUICE_SCHEDULER_INSTANCES": targets,
+        "SLUICE_SCHEDULER_ALIASES": ",".join(
+            dict.fromkeys(f"{alias}={one.model}" for one in instances for alias in one.aliases)
+        ),
+        "SLUICE_SCHEDULER_TENANTS_FILE": str(place.runtime_dir / "tenants.toml"),
+        "SLUICE_SCHEDULER_KEYS_DIR": str(place.runtime_dir / "keys"),
+    }
+    return Process(
+        name="scheduler",
+        kind=Kind.SCHEDULER,
+        command=_service_command(place, "scheduler_svc"),
+        env=env,
+        ports=(Port("api", bind), Port("mesh", mesh_bind)),
+        probe=Probe(bind),
+        depends=("execution", *(instance.name for instance in instances)),
+        drain_s=drain_s + EXIT_S,
+        memory_bytes=SERVICE_MEMORY_BYTES,
+    )
+
+
+def _execution(place: Place, api: Address, common: Mapping[str, str]) -> Process:
+    bind = place.bind(api)
+    return Process(
+        name="execution",
+        kind=Kind.EXECUTION,
+        command=_service_command(place, "execution_svc"),
+        env={**common, "SLUICE_EXECUTION_BIND": str(bind)},
+        ports=(Port("api", bind),),
+        probe=Probe(bind),
+        depends=(),
+        drain_s=EXECUTION_DRAIN_S,
+        memory_bytes=SERVICE_MEMORY_BYTES,
+    )
+
+
+def _inference(place: Place, instance: Instance, common: Mapping[str, str]) -> Process:
+    bind = place.bind(instance.address)
+    env = {
+        **common,
+        "SLUICE_INFERENCE_INSTANCE": instance.name,
+        "SLUICE_INFERENCE_BIND": str(bind),
+        # The public halves only: an instance verifies grants and cannot mint one.
+        "SLUICE_INFERENCE_KEYS_DIR": str(place.runtime_dir / "keys" / "grant-public"),
+    }
+    memory = SERVICE_MEMORY_BYTES
+    if instance.engine is Engine.VLLM:
+        # Models are folders on disk: a look-up in a hub would only delay the start.
+        env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **instance.env}
+        memory = VLLM_MEMORY_BYTES + int(instance.env.get("VLLM_CPU_KVCACHE_SPACE", "0")) * GIB
+    return Process(
+        name=instance.name,
+        kind=Kind.INFERENCE,
+        command=_service_command(place, "inference_svc"),
+        env=env,
+        ports=(Port("api", bind),),
+        probe=Probe(bind),
+        depends=(),
+        drain_s=INFERENCE_DRAIN_S,
+        memory_bytes=memory,
+    )
+
+
+def _effective(
+    config: MeshFile, place: Place, instances: tuple[Instance, ...]
+) -> dict[str, object]:
+    """The document that services read: the file without what only the supervisor needs, paths at
+    `place`.
+    """
+    document = {
+        key: value for key, value in config.document.items() if key not in ("local", "instance")
+    }
+    mesh = document.get("mesh")
+    document["mesh"] = {
+        **(mesh if isinstance(mesh, Mapping) else {}),
+        "runtime_dir": str(place.runtime_dir),
+    }
+    document["instance"] = [_placed(config, place, instance) for instance in instances]
+    return document
+
+
+def _placed(config: MeshFile, place: Place, instance: Instance) -> dict[str, object]:
+    table = dict(instance.table)
+    table["address"] = str(place.reach(instance.name, instance.address))
+    if instance.path is not None and instance.path.is_relative_to(config.runtime_dir):
+        inside = instance.path.relative_to(config.runtime_dir)
+        table["path"] = str(place.runtime_dir / inside)
+    return table
