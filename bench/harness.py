@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from sluice.run_files import RunPaths, read_records
+from sluice.command.run_files import RunPaths, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -76,7 +76,7 @@ def mesh(
         "SLUICE_LOCAL_PORT_OFFSET": str(port_offset),
         **(environ or {}),
     }
-    command = [sys.executable, "-m", "sluice.cli"]
+    command = [sys.executable, "-m", "sluice.command.cli"]
     subprocess.run([*command, "up", "--engine", engine], env=env, check=True, cwd=ROOT)
     try:
         yield Mesh(runtime, port_offset)

@@ -1,22 +1,16 @@
 """Microseconds of the scheduler's domain: enqueue, dequeue, placement, turn.
 
-`python bench/placement_micro.py [--json FILE]` prints a table and, with --json, writes one flat
-object. One process, no I/O; each figure is the median over batches, so that a busy machine shows
-in none but the worst batches.
+`python -m bench.placement_micro` prints a table and writes bench/results/placement-micro.json. One
+process, no I/O; each figure is the median over batches, so that a busy machine shows little.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from bench.harness import table, write_results
 from scheduler_svc.domain.fleet import Fleet
 from scheduler_svc.domain.ledger import Ledger
 from scheduler_svc.domain.limits import ClassLimits, SchedulerLimits
@@ -183,9 +177,6 @@ def blocked_turn_us(instances: int, waiting: int, sequences_max: int, prompt_tok
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
-    arguments = parser.parse_args()
     figures: dict[str, float] = {}
     for waiting, name in ((10_000, "10k"), (100_000, "100k")):
         figures[f"enqueue_us_p50_{name}"], figures[f"dequeue_us_p50_{name}"] = queue_us(waiting)
@@ -197,10 +188,8 @@ def main() -> None:
         figures[f"life_us_per_ticket_{instances}"] = life
     figures["blocked_turn_us_sequences_100"] = blocked_turn_us(100, 5_000, 16, 400)
     figures["blocked_turn_us_kv_100"] = blocked_turn_us(100, 10_000, 256, 7_900)
-    for name, value in figures.items():
-        print(f"{name:34}{value:9.1f}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    print(table([["figure", "µs"], *([name, f"{value:.1f}"] for name, value in figures.items())]))
+    print(write_results("placement-micro", figures))
 
 
 if __name__ == "__main__":

@@ -197,8 +197,9 @@ class ExecutionLink:
     ) -> None:
         if frame.epoch != lane.epoch:
             if lane.epoch:
-                self._observer.lane_lost(lane, list(lane.take_all()), "EPOCH_CHANGED")
-                lane.open = True
+                lost = list(lane.take_all())
+                lane.open = True  # the stream lives on, with a new engine behind it
+                self._observer.lane_lost(lane, lost, "EPOCH_CHANGED")
             lane.epoch = frame.epoch
         if frame.deltas:
             self._read_deltas(lane, frame.deltas, now)
