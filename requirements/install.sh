@@ -11,6 +11,10 @@ venv=.venv
 log=$venv/logs/$name.log
 mkdir -p "$venv/logs"
 
+# Two installs at a time would mix their files; the second one waits.
+exec 9>"$venv/logs/.lock"
+if command -v flock >/dev/null; then flock 9; fi
+
 # How many packages to expect: the pinned lines of the locks among the arguments.
 total=0
 for argument in "$@"; do
