@@ -142,6 +142,7 @@ def render(envoy: EnvoySettings, mesh: MeshView) -> str:
         trace_percent=round(mesh.trace_sample_ratio * 100, 4),
         json_routes=routes,
         json_paths="|".join(sorted({re.escape(route.path) for route in routes})),
+        cors_pattern="|".join(map(re.escape, envoy.cors_origins)),
         lua=lua,
         grpc_timeout_pattern=grpc_timeout_pattern(envoy.grpc_timeout_max_s),
         descriptors=base64.b64encode(image.SerializeToString(deterministic=True)).decode(),

@@ -33,6 +33,7 @@ from sluice.scheduler.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     generate_pb2,
+    scheduler_pb2,  # noqa: F401 - reflection finds the service's file only when it is loaded
     scheduler_pb2_grpc,
 )
 
