@@ -1,4 +1,4 @@
-"""The engine contract, continued: outputs begun elsewhere, and embeddings. See ``engine_contract``."""
+"""The engine contract, continued: outputs begun elsewhere, and embeddings."""
 
 from __future__ import annotations
 
