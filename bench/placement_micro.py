@@ -129,7 +129,13 @@ def placement_us(instances: int) -> float:
         fleet.refresh_row(number)
     item = ticket(1)
     scan = Scan(item.line, fleet, LeastWork(), LIMITS)
-    return median_us(lambda _: [scan.find(item) for _ in range(BATCH)] and BATCH, 50)
+
+    def run(_: int) -> int:
+        for _ in range(BATCH):
+            scan.find(item)
+        return BATCH
+
+    return median_us(run, 50)
 
 
 def turn_us(instances: int, per_turn: int) -> tuple[float, float]:

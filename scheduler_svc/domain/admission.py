@@ -101,7 +101,7 @@ class Admission:
         once come to their end (Little's law). 0 when none is ahead or nothing is known, so that an
         estimate that went wrong heals by itself."""
         ahead = self._queue.ahead_of(ticket)
-        service_s = self._estimates.service_s(ticket.model)
+        service_s = self._estimates.service_s(ticket.line)
         if not ahead or service_s is None:
             return 0.0
         parallel = self._ledger.running(ticket.line) + self._fleet.free_for(ticket.line)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from scheduler_svc.domain.limits import SchedulerLimits
+from scheduler_svc.domain.model import Line, Ticket, WorkKind
 
 K = TypeVar("K", bound=Hashable)
 
@@ -59,7 +60,7 @@ class Estimates:
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self._bytes_per_token: Means[str] = Means(limits.models_max)
-        self._service_s: Means[str] = Means(limits.models_max)
+        self._service_s: Means[Line] = Means(limits.models_max)
         self._output: Means[str] = Means(limits.models_max)
         self._tenant_output: Means[tuple[str, str]] = Means(limits.tenant_models_max)
         self._prefill: OrderedDict[str, PrefillRate] = OrderedDict()
@@ -69,11 +70,15 @@ class Estimates:
         if size_bytes > 0 and tokens > 0:
             self._bytes_per_token.learn(model, size_bytes / tokens)
 
-    def saw_output(self, tenant: str, model: str, tokens: int, service_s: float) -> None:
-        """A request that finished: its output tokens, and its time from dispatch to end."""
-        self._output.learn(model, tokens)
-        self._tenant_output.learn((tenant, model), tokens)
-        self._service_s.learn(model, service_s)
+    def saw_end(self, ticket: Ticket, output_tokens: int, service_s: float) -> None:
+        """A ticket that finished: its output tokens, and its time from dispatch to end. Without a
+        token a generation teaches nothing."""
+        if ticket.kind is WorkKind.GENERATE:
+            if output_tokens <= 0:
+                return
+            self._output.learn(ticket.model, output_tokens)
+            self._tenant_output.learn((ticket.tenant, ticket.model), output_tokens)
+        self._service_s.learn(ticket.line, max(0.0, service_s))
 
     def saw_prefill(self, model: str, tokens_per_s: float, now: float) -> None:
         """The throughput of an instance that had prompts to read all the time."""
@@ -101,9 +106,9 @@ class Estimates:
         expected = self._limits.default_output_tokens if mean is None else max(1, round(mean))
         return expected if max_tokens is None else max(1, min(expected, max_tokens))
 
-    def service_s(self, model: str) -> float | None:
+    def service_s(self, line: Line) -> float | None:
         """Expected time from dispatch to end; ``None`` before the first end."""
-        return self._service_s.get(model)
+        return self._service_s.get(line)
 
     def prefill_s(self, model: str, prompt_tokens: int, now: float) -> float:
         """The least time in which a prompt of that length can be read; 0 when nothing recent is
@@ -115,8 +120,9 @@ class Estimates:
 
     def check(self) -> None:
         """Every map is within its bound."""
-        for means in (self._bytes_per_token, self._service_s, self._output):
-            assert len(means) <= self._limits.models_max
+        assert len(self._bytes_per_token) <= self._limits.models_max
+        assert len(self._output) <= self._limits.models_max
+        assert len(self._service_s) <= self._limits.models_max
         assert len(self._tenant_output) <= self._limits.tenant_models_max
         assert len(self._prefill) <= self._limits.models_max
 

@@ -114,7 +114,7 @@ class Scheduler:
         self, ticket_id: TicketId, attempt: int, prompt_tokens: int, cached_tokens: int, now: float
     ) -> None:
         """The engine took it; the exact prompt corrects the ledger and the learnt ratio."""
-        ticket = self._current(ticket_id, attempt)
+        ticket = self._holding(ticket_id, attempt)
         if ticket is None:
             return
         self._estimates.saw_prompt(ticket.model, ticket.size_bytes, prompt_tokens)
@@ -126,7 +126,7 @@ class Scheduler:
 
     def first_token(self, ticket_id: TicketId, attempt: int, now: float) -> None:
         """The engine made the first token; from here on only the total deadline counts."""
-        ticket = self._current(ticket_id, attempt)
+        ticket = self._holding(ticket_id, attempt)
         if ticket is None or ticket.first_token:
             return
         ticket.first_token = True
@@ -137,7 +137,7 @@ class Scheduler:
 
     def progressed(self, ticket_id: TicketId, attempt: int, tokens: int) -> None:
         """``tokens``: output tokens of this attempt so far, over all its outputs."""
-        ticket = self._current(ticket_id, attempt)
+        ticket = self._holding(ticket_id, attempt)
         if ticket is None or tokens <= ticket.generated_tokens:
             return
         ticket.generated_tokens = tokens
@@ -149,7 +149,7 @@ class Scheduler:
         """The instance did not take it: back to the head of its class, uncharged. NO_ROOM pauses
         the instance, DRAINING closes it until its next report, EXPIRED makes the ticket too late.
         """
-        ticket = self._current(ticket_id, attempt)
+        ticket = self._holding(ticket_id, attempt)
         if ticket is None:
             return
         instance = self._free(ticket)
@@ -179,13 +179,13 @@ class Scheduler:
         ticket = self._current(ticket_id, attempt)
         if ticket is None:
             return
-        self._free(ticket)
+        if ticket.state in _HOLDS_ROOM:
+            self._free(ticket)
         if ticket.state is TicketState.ABORTING:
             outcome = ticket.abort_outcome or outcome
         elif outcome is Outcome.FINISHED:
             tokens = ticket.generated_tokens if output_tokens is None else output_tokens
-            service_s = max(0.0, now - ticket.dispatched_s)
-            self._estimates.saw_output(ticket.tenant, ticket.model, tokens, service_s)
+            self._estimates.saw_end(ticket, tokens, now - ticket.dispatched_s)
         self._finish(ticket, outcome)
 
     def failed(
@@ -194,8 +194,8 @@ class Scheduler:
         """The attempt failed through no fault of the request. Nothing delivered: "requeued" for
         another instance, ``attempts_max`` times in all. Delivered, or no attempt left: the error
         for the client. "ended": stale or aborting, so nobody waits for an answer."""
-        ticket = self._tickets.get(ticket_id)
-        if ticket is None or ticket.attempt != attempt or ticket.state is TicketState.WAITING:
+        ticket = self._current(ticket_id, attempt)
+        if ticket is None:
             return "ended"
         if ticket.state in _HOLDS_ROOM:
             self._free(ticket)
@@ -236,8 +236,9 @@ class Scheduler:
             self._fleet.close(known, reason)
 
     def lost(self, instance: InstanceName, now: float) -> list[TicketId]:
-        """Its frame stream broke, or its engine has a new epoch: all its room is free and its
-        credit gone. Returns the tickets that wait for an answer; ``failed`` decides on each."""
+        """Its frame stream broke, or its engine has a new epoch: the room of all that ran over the
+        stream is free and the credit gone. Returns the tickets that wait for an answer: ``failed``
+        decides on each. EMBED tickets run over calls of their own and stay."""
         known = self._fleet.get(instance)
         if known is None:
             return []
@@ -245,6 +246,8 @@ class Scheduler:
         orphans = []
         for ticket_id in sorted(self._ledger.load(known.row).tickets):
             ticket = self._tickets[ticket_id]
+            if ticket.kind is WorkKind.EMBED:
+                continue
             self._free(ticket)
             if ticket.state is TicketState.ABORTING:
                 self._finish(ticket, ticket.abort_outcome or Outcome.CANCELLED)
@@ -436,11 +439,16 @@ class Scheduler:
         self._outcomes[outcome] += 1
 
     def _current(self, ticket_id: TicketId, attempt: int) -> Ticket | None:
-        """The ticket, if it holds room in this attempt."""
+        """The ticket, if this attempt of it is not over."""
         ticket = self._tickets.get(ticket_id)
-        if ticket is None or ticket.attempt != attempt or ticket.state not in _HOLDS_ROOM:
+        if ticket is None or ticket.attempt != attempt or ticket.state is TicketState.WAITING:
             return None
         return ticket
+
+    def _holding(self, ticket_id: TicketId, attempt: int) -> Ticket | None:
+        """The ticket, if it holds room in this attempt."""
+        ticket = self._current(ticket_id, attempt)
+        return ticket if ticket is not None and ticket.state in _HOLDS_ROOM else None
 
     def _memory(self, instance: Instance) -> tuple[int, int]:
         """KV tokens per block, and KV tokens that are planned with."""
