@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from enum import Enum
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from sluice.errors import Code, SluiceError
 
@@ -142,7 +142,7 @@ class FrameWriter(Generic[Out]):
 
     def __init__(
         self,
-        connection: FrameConnection[Out, object],
+        connection: FrameConnection[Out, Any],
         compose: Callable[[bool], Out | None],
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
@@ -210,7 +210,7 @@ class FrameWriter(Generic[Out]):
 
 
 async def read_frames(
-    connection: FrameConnection[object, In], silence_limit_s: float = SILENCE_LIMIT_S
+    connection: FrameConnection[Any, In], silence_limit_s: float = SILENCE_LIMIT_S
 ) -> AsyncIterator[In]:
     """Yields the peer's frames in order until it half-closes. Raises FrameBroken, with SILENT when
     no frame comes within ``silence_limit_s`` seconds of waiting for one; the connection is then
@@ -255,7 +255,7 @@ class _SilenceWatch:
         self._limit_s = limit_s
         self.waiting_since: float | None = None  # None: the consumer is at work
         self.fired = False
-        self.cancelling = 0
+        self.cancelling = task.cancelling()  # cancels that were there before
         self._arm(loop.time() + limit_s)
 
     def _arm(self, when: float, *, last: bool = False) -> None:
@@ -270,7 +270,6 @@ class _SilenceWatch:
             self._arm(now + STALL_GRACE_S, last=True)
         else:
             self.fired = True
-            self.cancelling = self._task.cancelling()
             self._task.cancel()
 
     def stop(self) -> None:

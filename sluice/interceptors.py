@@ -254,11 +254,10 @@ class _Backstop:
     def __init__(self, task: asyncio.Task[Any]) -> None:
         self._task = task
         self.fired = False
-        self.cancelling = 0
+        self.cancelling = task.cancelling()
 
     def fire(self) -> None:
         self.fired = True
-        self.cancelling = self._task.cancelling()
         self._task.cancel()
 
 
