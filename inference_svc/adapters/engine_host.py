@@ -13,15 +13,15 @@ epoch; frame streams of an older one are ended, since what ran on them is gone.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 
 from inference_svc.domain.credit import Room
 from inference_svc.ports import Engine, ModelDescription
-from sluice.errors import SluiceError, unavailable
+from sluice import logs
+from sluice.errors import unavailable
 from sluice.ids import new_epoch
 
-_LOG = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 WATCH_S = 0.1  # between two looks at the engine's health
 FAILURES_MAX = 3
@@ -131,21 +131,20 @@ class EngineHost:
         except asyncio.CancelledError:
             await engine.close()
             raise
-        except SluiceError as error:
-            _LOG.error("the engine did not start: %s", error)
-        except Exception:
-            _LOG.exception("the engine did not start")
+        except Exception as error:
+            log.failure("the engine did not start", error)
         else:
             self._current = engine
             self.description = description
             self.served_names = self._further_names | {description.model}
             self.epoch = new_epoch()
-            _LOG.info(
-                "engine %s serves %s after %.1f s%s",
-                description.engine,
-                description.model,
-                loop.time() - began_at,
-                " - SIMULATED: its answers are not a model's" if description.simulated else "",
+            log.info(
+                "the engine serves; SIMULATED: its answers are not a model's"
+                if description.simulated
+                else "the engine serves",
+                engine=description.engine,
+                model=description.model,
+                load_s=round(loop.time() - began_at, 1),
             )
             self._tell()
             return loop.time()
@@ -156,7 +155,7 @@ class EngineHost:
         # The port has no event for it: an engine may die in another process.
         while self.serving:  # noqa: ASYNC110
             await asyncio.sleep(WATCH_S)
-        _LOG.error("the engine is not healthy any more")
+        log.error("the engine is not healthy any more")
         self._tell()
 
     async def close(self) -> None:
@@ -169,9 +168,9 @@ class EngineHost:
             async with asyncio.timeout(CLOSE_S):
                 await engine.close()
         except TimeoutError:
-            _LOG.error("the engine did not close in %.0f s", CLOSE_S)
-        except Exception:
-            _LOG.exception("the engine did not close in order")
+            log.error("the engine did not close in time", limit_s=CLOSE_S)
+        except Exception as error:
+            log.failure("the engine did not close in order", error)
 
     def _tell(self) -> None:
         for callback in list(self._watchers.values()):

@@ -15,7 +15,6 @@ same: what was started on it is aborted at once and its room is given back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -35,7 +34,7 @@ from inference_svc.ports import Engine, GenerateSpec, GenerationEnd
 from sluice.common.v1 import result_pb2
 from sluice.context import is_sampled, is_traceparent
 from sluice.errors import Code, SluiceError, exhausted, invalid, unavailable
-from sluice.frames import FrameBroken, FrameConnection, FrameWriter, read_frames
+from sluice.frames import FrameConnection, FrameWriter, read_frames
 from sluice.inference.v1 import inference_pb2
 from sluice.status import to_status
 from sluice.telemetry_names import ATTR_INSTANCE, ATTR_REQUEST_ID, SPAN_GENERATE
@@ -92,7 +91,8 @@ class FrameStream:
     # The life of the stream.
 
     async def run(self) -> None:
-        """Serves the stream until its end. Raises the typed error to end it with."""
+        """Serves the stream until its end. Raises a group with the SluiceError to end it with, or
+        the FrameBroken that ended it."""
         unwatch = self._host.watch(self._host_changed)
         try:
             async with asyncio.TaskGroup() as group:
@@ -106,8 +106,6 @@ class FrameStream:
                 self._abort_all()
                 over.cancel()
                 self._writer.close()
-        except BaseExceptionGroup as failures:
-            raise _one_of(failures) from None
         finally:
             unwatch()
             self._abort_all()
@@ -326,26 +324,6 @@ def _reject_reason(error: SluiceError, spec: GenerateSpec | None = None) -> Reje
     ):
         return inference_pb2.REJECT_REASON_FINGERPRINT
     return _REJECT_REASONS.get(error.code, inference_pb2.REJECT_REASON_UNSPECIFIED)
-
-
-def _one_of(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The failure that says most: a typed error, then how the stream broke, then any."""
-    flat = list(_flatten(failures))
-    for failure in flat:
-        if isinstance(failure, SluiceError):
-            return failure
-    for failure in flat:
-        if isinstance(failure, FrameBroken):
-            return failure.to_error()
-    return flat[0]
-
-
-def _flatten(failure: BaseException) -> Iterator[BaseException]:
-    if isinstance(failure, BaseExceptionGroup):
-        for inner in failure.exceptions:
-            yield from _flatten(inner)
-    else:
-        yield failure
 
 
 def _first_reason(ended: inference_pb2.Ended) -> WireReason:

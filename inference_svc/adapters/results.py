@@ -6,13 +6,13 @@ made costs 0.6 µs for a one-token delta, against 0.9 µs with keyword arguments
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from google.protobuf import duration_pb2
 
 from inference_svc.ports import FinishReason, GenerationEnd, ModelDescription, TokenLogprob
+from sluice import logs
 from sluice.common.v1 import result_pb2
 from sluice.errors import SluiceError, internal
 from sluice.inference.v1 import inference_pb2
@@ -21,7 +21,7 @@ from sluice.status import to_status
 if TYPE_CHECKING:
     from google.rpc import status_pb2
 
-_LOG = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 FINISH_REASONS: dict[FinishReason, result_pb2.FinishReason.ValueType] = {
     FinishReason.STOP: result_pb2.FINISH_REASON_STOP,
@@ -111,7 +111,7 @@ def typed_error(error: Exception, request_id: str) -> SluiceError:
     """The error as a client may see it; the text of any other exception goes to the log only."""
     if isinstance(error, SluiceError):
         return error
-    _LOG.error("unexpected error in request %s", request_id, exc_info=error)
+    log.failure("unexpected error of the engine", error, request_id=request_id)
     return internal(request_id)
 
 

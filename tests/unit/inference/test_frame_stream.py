@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,9 +58,10 @@ class Bench:
         try:
             await FrameStream(server, self.instance).run()
             await server.half_close()
-        except SluiceError as error:
+        except* SluiceError as group:
+            error = group.exceptions[0]
+            assert isinstance(error, SluiceError)
             server.abort(error)
-            raise
 
 
 @asynccontextmanager
@@ -69,8 +71,9 @@ async def bench(
     """A bench whose engine is up; nothing may be left on the engine afterwards."""
     made = Bench(engine or FakeEngine(), telemetry)
     host = asyncio.create_task(made.host.run())
-    while not made.host.serving:
-        await asyncio.sleep(0.01)
+    up = asyncio.Event()
+    made.host.watch(up.set)
+    await up.wait()
     yield made
     for peer in made.peers:
         await peer.stop()
@@ -341,7 +344,7 @@ async def test_the_end_of_the_stream_aborts_all_that_was_started_on_it() -> None
             await asyncio.sleep(0.01)
             await other.send(make_start(1, max_tokens=40), demand=(1, 100))
             await peer.send(*(make_start(slot, max_tokens=500) for slot in (1, 2)))
-            await peer.until(lambda p=peer: len(p.deltas) >= 4)
+            await peer.until(partial(_has_deltas, peer, 4))
             if end == "half_close":
                 await peer.half_close()
             else:
@@ -453,6 +456,10 @@ async def test_accepted_leaves_before_the_first_delta_also_when_the_peer_does_no
             assert told < deltas[0]
             assert deltas[-1] <= _frame_of(peer, "ended", slot)
             assert peer.text(slot) == "0 1 2 "
+
+
+def _has_deltas(peer: Peer, count: int) -> bool:
+    return len(peer.deltas) >= count
 
 
 def _frame_of(peer: Peer, kind: str, slot: int) -> int:

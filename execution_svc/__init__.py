@@ -1,0 +1,1 @@
+"""How an admitted request runs; relays frames between schedulers and instances."""

@@ -1,0 +1,1 @@
+"""What connects the execution service to gRPC."""

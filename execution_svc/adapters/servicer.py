@@ -1,0 +1,170 @@
+"""The gRPC service of an execution replica: thin handlers over the parts that do the work.
+
+Owns the open scheduler streams. Concurrency: one task per call. Errors are raised as SluiceError;
+the server's interceptor turns them into statuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc.aio
+
+from execution_svc.adapters.scheduler_stream import ADDRESS_CHARS_MAX, SchedulerStream
+from execution_svc.ports import Instances
+from sluice import deadline
+from sluice.errors import SluiceError, exhausted, failed_precondition, invalid, unavailable
+from sluice.execution.v1 import execution_pb2, execution_pb2_grpc
+from sluice.frames_grpc import server_connection
+from sluice.ids import is_request_id
+from sluice.inference.v1 import inference_pb2
+from sluice.telemetry import Span, Telemetry, current_traceparent
+from sluice.telemetry_names import ATTR_INSTANCE, ATTR_REQUEST_ID, SPAN_EXECUTE
+
+SCHEDULER_STREAMS_MAX = 64
+RETRY_S = 1.0
+# What this layer needs of a deadline after the instance's part, and the least worth starting with.
+MARGIN_S = 0.01
+BUDGET_MIN_S = 0.01
+BUDGET_MAX_S = 3600.0
+
+
+class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
+    """``sluice.execution.v1.ExecutionService``.
+
+    The streaming handlers write to the context and are coroutines, which grpc.aio takes as well as
+    generators, though the stubs know only those: so a cancelled call cancels its instance's call at
+    once, not when a forgotten generator is closed."""
+
+    def __init__(self, instances: Instances, telemetry: Telemetry) -> None:
+        self._instances = instances
+        self._telemetry = telemetry
+        self._streams: set[SchedulerStream] = set()
+        self._streams_gone = asyncio.Event()
+        self._streams_gone.set()
+        self._draining = False
+
+    async def Execute(  # type: ignore[override]
+        self,
+        request: execution_pb2.ExecuteRequest,
+        context: grpc.aio.ServicerContext[
+            execution_pb2.ExecuteRequest, execution_pb2.ExecuteResponse
+        ],
+    ) -> None:
+        self._admit(request.instance)
+        span = self._span(request.work.request_id, request.instance.name)
+        messages = self._instances.generate(
+            request.instance.address,
+            inference_pb2.GenerateRequest(work=request.work, grant=request.grant),
+            timeout_s=_budget(),
+            traceparent=span.traceparent,
+        )
+        error: str | None = "CANCELLED"
+        try:
+            async with aclosing(messages):
+                async for message in messages:
+                    await context.write(
+                        execution_pb2.ExecuteResponse(
+                            instance=request.instance.name, response=message
+                        )
+                    )
+            error = None
+        except SluiceError as failure:
+            error = failure.reason
+            raise
+        finally:
+            span.end(error)
+
+    async def ExecuteFrames(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[execution_pb2.ExecuteFramesRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        if self._draining:
+            raise _draining()
+        if len(self._streams) >= SCHEDULER_STREAMS_MAX:
+            raise exhausted("TOO_MANY_STREAMS", "This replica serves too many streams.", RETRY_S)
+        stream = SchedulerStream(server_connection(context), self._instances, self._telemetry)
+        self._streams.add(stream)
+        self._streams_gone.clear()
+        try:
+            await stream.run()
+        finally:
+            self._streams.discard(stream)
+            if not self._streams:
+                self._streams_gone.set()
+
+    async def ExecuteEmbed(
+        self,
+        request: execution_pb2.ExecuteEmbedRequest,
+        context: grpc.aio.ServicerContext[
+            execution_pb2.ExecuteEmbedRequest, execution_pb2.ExecuteEmbedResponse
+        ],
+    ) -> execution_pb2.ExecuteEmbedResponse:
+        self._admit(request.instance)
+        span = self._span(request.request.request_id, request.instance.name)
+        error: str | None = "CANCELLED"
+        try:
+            response = await self._instances.embed(
+                request.instance.address,
+                request.request,
+                timeout_s=_budget(),
+                traceparent=span.traceparent,
+            )
+            error = None
+        except SluiceError as failure:
+            error = failure.reason
+            raise
+        finally:
+            span.end(error)
+        return execution_pb2.ExecuteEmbedResponse(instance=request.instance.name, response=response)
+
+    async def StartRun(
+        self,
+        request: execution_pb2.StartRunRequest,
+        context: grpc.aio.ServicerContext[
+            execution_pb2.StartRunRequest, execution_pb2.StartRunResponse
+        ],
+    ) -> execution_pb2.StartRunResponse:
+        raise failed_precondition(
+            "AGENT_SERVICE_NOT_CONFIGURED", "No agent service is configured for this replica."
+        )
+
+    async def drain(self) -> None:
+        """Starts nothing more, tells all schedulers, and waits until they have half-closed.
+        Unbounded: the caller sets a limit."""
+        self._draining = True
+        for stream in self._streams:
+            stream.drain()
+        await self._streams_gone.wait()
+
+    def _admit(self, instance: execution_pb2.InstanceRef) -> None:
+        if self._draining:
+            raise _draining()
+        if not is_request_id(instance.name):
+            raise invalid("instance.name", "must be 1 to 128 visible ASCII characters")
+        if not 1 <= len(instance.address) <= ADDRESS_CHARS_MAX:
+            raise invalid("instance.address", f"must be 1 to {ADDRESS_CHARS_MAX} characters")
+
+    def _span(self, request_id: str, instance: str) -> Span:
+        # A request id that is too long is the instance's to refuse; the span only cuts it.
+        return self._telemetry.span(
+            SPAN_EXECUTE,
+            current_traceparent(),
+            {ATTR_REQUEST_ID: request_id, ATTR_INSTANCE: instance},
+        )
+
+
+def _budget() -> float:
+    limit = deadline.current()
+    if limit is None:
+        return BUDGET_MAX_S
+    now = asyncio.get_running_loop().time()
+    return deadline.child_budget(limit.remaining(now), MARGIN_S, BUDGET_MAX_S, BUDGET_MIN_S)
+
+
+def _draining() -> SluiceError:
+    return unavailable("DRAINING", "This replica starts nothing more.")
