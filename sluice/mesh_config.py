@@ -193,6 +193,8 @@ class MeshFile:
         address = self._instance_address(name, merged, where)
         table = {key: value for key, value in merged.items() if key not in _RESOLVED_HERE}
         table |= {"engine": chosen.value, "address": str(address)}
+        # The other engine's settings mean nothing to the chosen one.
+        table.pop("simulated" if chosen is Engine.VLLM else "engine_args", None)
         if folder is not None:
             table["path"] = str(folder)
         env = _mapping(merged.get("env", {}), f"{where}.env")

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from sluice.command.failures import NotReadyError, StartError, UnreachableError, one_line
 from sluice.config import ConfigError, config_path
 from sluice.errors import Code, SluiceError
 
@@ -110,10 +111,6 @@ def read_key(path: Path) -> str:
 
 def status_of(error: Exception) -> int:
     """Says what happened in one line; returns the exit status."""
-    from sluice.command.client import UnreachableError, one_line
-    from sluice.command.first_files import StartError
-    from sluice.command.readiness import NotReadyError
-
     match error:
         case SluiceError():
             fail_line(one_line(error))
@@ -130,6 +127,9 @@ def status_of(error: Exception) -> int:
             return EXIT_FAILED
         case NotReadyError():
             fail_line(error.reason)
+            return EXIT_FAILED
+        case ModuleNotFoundError():
+            fail_line(f"the module {error.name} is not there: run `make env protos`")
             return EXIT_FAILED
         case OSError() if error.filename:
             fail_line(f"{error.filename}: {error.strerror}")

@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
+from sluice.command.failures import UnreachableError
 from sluice.errors import Code, SluiceError
 from sluice.scheduler.v1 import (
     admin_pb2,
@@ -34,10 +35,6 @@ _OPTIONS: Final = (
 )
 CALL_TIMEOUT_S: Final = 15.0
 ADMIN_TIMEOUT_S: Final = 5.0
-
-
-class UnreachableError(Exception):
-    """Nothing that speaks gRPC answers at the address."""
 
 
 class MeshClient:
@@ -129,13 +126,3 @@ def _details(metadata: object) -> status_pb2.Status | None:
             except DecodeError:
                 return None
     return None
-
-
-def one_line(error: SluiceError) -> str:
-    """A typed error for a person: code, reason, text, fields, quotas and when to ask again."""
-    parts = [f"{error.code.name} {error.reason}: {error.message}"]
-    parts += [f"{field.field}: {field.description}" for field in error.fields]
-    parts += [f"{quota.subject}: {quota.description}" for quota in error.quotas]
-    if error.retry_after_s is not None:
-        parts.append(f"try again in {error.retry_after_s:.1f} s")
-    return "; ".join(part.rstrip(".") for part in parts)

@@ -3,6 +3,8 @@
 Everything here is idempotent: what is there stays. Secrets are readable by their owner only.
 `envoy.yaml` and the effective configuration are derived, so they are written at every start.
 
+`python -m sluice.command.first_files FOLDER` does the same for containers.
+
 Failure modes: a tenants file that does not know the key beside it is a StartError that says what to
 do, since every call would be refused.
 """
@@ -11,19 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from sluice.command.failures import StartError
 from sluice.command.run_files import RunPaths, write_atomically
 from sluice.grants import ensure_keys
 
 KEY_BYTES = 24
 SECRET_MODE = 0o600
 TENANT = "dev"
-
-
-class StartError(Exception):
-    """The mesh cannot start; the text says why and what to do, for a person."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +101,17 @@ sessions = true                 # whether it may keep sessions
 
 def _sha256(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def main(argv: list[str]) -> int:
+    """Prepares the folder `argv[0]`; returns an exit status."""
+    try:
+        prepare(Path(argv[0]))
+    except StartError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

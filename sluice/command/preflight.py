@@ -6,6 +6,7 @@ only. Failure modes: who owns a port cannot always be read, then the message say
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import shutil
@@ -125,6 +126,12 @@ def _engine(topology: Topology) -> list[Problem]:
     if not real:
         return []
     problems = []
+    if topology.device is Device.CPU and not _loads("libnuma.so.1"):
+        problems.append(
+            Problem(
+                "vLLM for CPUs needs libnuma.so.1: on Debian or Ubuntu, apt-get install libnuma1"
+            )
+        )
     if importlib.util.find_spec("vllm") is None:
         problems.append(
             Problem("vLLM is not installed: run `make env`, or use `make up ENGINE=simulated`")
@@ -137,6 +144,14 @@ def _engine(topology: Topology) -> list[Problem]:
                 Problem(f"there is no model in {instance.path}: run `make model`, or correct path")
             )
     return problems
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _gpus() -> int:

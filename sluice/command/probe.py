@@ -7,6 +7,7 @@ earlier one delays it. Failure modes: everything that is not a clear yes is a no
 
 from __future__ import annotations
 
+import os
 import sys
 import urllib.error
 import urllib.request
@@ -69,7 +70,7 @@ def check_http(url: str, timeout_s: float = TIMEOUT_S) -> Health:
 
 def main(argv: list[str]) -> int:
     """Exit status 0 when it serves, 1 when it does not, 2 for wrong arguments."""
-    match argv:
+    match argv or os.environ.get("SLUICE_PROBE", "").split():
         case ["grpc", target]:
             health = check_grpc(target)
         case ["http", url]:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from sluice.command.client import MeshClient, UnreachableError
+from sluice.command.client import MeshClient
+from sluice.command.failures import UnreachableError
 from sluice.common.v1 import sampling_pb2
 from sluice.errors import Code, SluiceError
 from sluice.scheduler.v1 import generate_pb2

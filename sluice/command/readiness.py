@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sluice.command import processes
+from sluice.command.failures import NotReadyError
 from sluice.command.probe import Health, check
 from sluice.command.progress import READY, Row
 from sluice.command.run_files import FAILED, SUPERVISOR, Record, RunPaths, read_record
@@ -26,15 +27,6 @@ from sluice.mesh_config import Engine
 ROUND_S: Final = 0.25
 CRASHES_MAX: Final = 3
 THREADS_MAX: Final = 16
-
-
-class NotReadyError(Exception):
-    """The mesh did not become ready. `process` is empty when it is not one process's doing."""
-
-    def __init__(self, process: str, reason: str) -> None:
-        super().__init__(reason)
-        self.process = process
-        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +92,8 @@ class Watcher:
         if seen.record is None:
             return Row(name, "starting", seconds)
         if not seen.alive:
-            return Row(name, seen.record.state, seconds, seen.record.last_exit)
+            state = "restarting" if seen.record.state == "running" else seen.record.state
+            return Row(name, state, seconds, seen.record.last_exit)
         if seen.health is Health.NOT_SERVING:
             return Row(name, self._waiting_phase(seen.process), seconds)
         return Row(name, "starting", seconds)

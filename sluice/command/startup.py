@@ -19,11 +19,11 @@ from typing import Final
 
 from sluice import edge
 from sluice.command import first_files, mesh_state, preflight, processes, shutdown
-from sluice.command.first_files import StartError
+from sluice.command.failures import NotReadyError, StartError
 from sluice.command.log_files import tail
 from sluice.command.mark import MARK_VARIABLE, mark_of
 from sluice.command.progress import Progress
-from sluice.command.readiness import NotReadyError, Watcher
+from sluice.command.readiness import Watcher
 from sluice.command.run_files import (
     SUPERVISOR,
     Plan,

@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sluice.command import mesh_state, processes
-from sluice.command.client import MeshClient, UnreachableError
+from sluice.command.client import MeshClient
+from sluice.command.failures import UnreachableError
 from sluice.command.first_files import admin_key_path
 from sluice.command.probe import Health, check_grpc, check_http
 from sluice.command.run_files import SUPERVISOR, Plan, Record, RunPaths

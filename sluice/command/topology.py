@@ -108,6 +108,8 @@ class Place:
     target: Target
     config_path: PurePath
     runtime_dir: PurePath
+    models_dir: PurePath
+    """Holds what the runtime folder of the configuration holds under models/."""
     python: str
     envoy: str
     envoy_config: PurePath
@@ -161,6 +163,7 @@ def local_place(config: MeshFile, envoy: str) -> Place:
         target=Target.LOCAL,
         config_path=runtime / "run" / "sluice.toml",
         runtime_dir=runtime,
+        models_dir=runtime / "models",
         python=sys.executable,
         envoy=envoy,
         envoy_config=runtime / "envoy.yaml",
@@ -175,9 +178,10 @@ def compose_place() -> Place:
         target=Target.COMPOSE,
         config_path=PurePosixPath("/etc/sluice/sluice.toml"),
         runtime_dir=PurePosixPath("/var/lib/sluice"),
+        models_dir=PurePosixPath("/var/lib/sluice-models"),
         python="python",
         envoy="envoy",
-        envoy_config=PurePosixPath("/etc/envoy/envoy.yaml"),
+        envoy_config=PurePosixPath("/tmp/envoy.yaml"),  # noqa: S108 - the container's own
         bind=lambda address: Address("0.0.0.0", address.port),  # noqa: S104 - the container's own network
         reach=lambda name, address: Address(name, address.port),
     )
@@ -287,12 +291,12 @@ def _scheduler(
         "SLUICE_SCHEDULER_MESH_BIND": str(mesh_bind),
         "SLUICE_SCHEDULER_EXECUTIONS": str(place.reach("execution", execution)),
         "SLUICE_SCHEDULER_INSTANCES": targets,
-        "SLUICE_SCHEDULER_ALIASES": ",".join(
-            dict.fromkeys(f"{alias}={one.model}" for one in instances for alias in one.aliases)
-        ),
         "SLUICE_SCHEDULER_TENANTS_FILE": str(place.runtime_dir / "tenants.toml"),
         "SLUICE_SCHEDULER_KEYS_DIR": str(place.runtime_dir / "keys"),
     }
+    aliases = dict.fromkeys(f"{alias}={one.model}" for one in instances for alias in one.aliases)
+    if aliases:
+        env["SLUICE_SCHEDULER_ALIASES"] = ",".join(aliases)
     return Process(
         name="scheduler",
         kind=Kind.SCHEDULER,
@@ -369,7 +373,7 @@ def _effective(
 def _placed(config: MeshFile, place: Place, instance: Instance) -> dict[str, object]:
     table = dict(instance.table)
     table["address"] = str(place.reach(instance.name, instance.address))
-    if instance.path is not None and instance.path.is_relative_to(config.runtime_dir):
-        inside = instance.path.relative_to(config.runtime_dir)
-        table["path"] = str(place.runtime_dir / inside)
+    models = config.runtime_dir / "models"
+    if instance.path is not None and instance.path.is_relative_to(models):
+        table["path"] = str(place.models_dir / instance.path.relative_to(models))
     return table

@@ -15,7 +15,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from sluice.command import question
-from sluice.command.client import MeshClient, UnreachableError, one_line
+from sluice.command.client import MeshClient
+from sluice.command.failures import UnreachableError, one_line
 from sluice.command.first_files import api_key_path
 from sluice.command.log_files import printable
 from sluice.command.run_files import RunPaths
