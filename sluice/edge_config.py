@@ -72,6 +72,13 @@ class EnvoySettings:
     )
     headers_max: int = setting(64, unit="headers", ge=16, le=1_000)
     streams_per_connection_max: int = setting(1_024, unit="streams", ge=1, le=65_536)
+    early_resets_max: int = setting(
+        900,
+        unit="streams",
+        ge=1,
+        le=1_000_000,
+        help="Streams that a connection may reset within a second of opening them; then it closes.",
+    )
     connections_max: int = setting(4_096, unit="connections", ge=1, le=1_000_000)
     stream_window_bytes: int = setting(65_536, unit="bytes", ge=65_535, le=16 * _MIB)
     connection_window_bytes: int = setting(_MIB, unit="bytes", ge=65_535, le=1 << 30)
