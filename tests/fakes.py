@@ -16,7 +16,6 @@ from inference_svc.ports import (
     FinishReason,
     GenerateSpec,
     GenerationEnd,
-    GpuReading,
     ModelDescription,
     OutputEnd,
     OutputSink,
@@ -189,16 +188,6 @@ def _ids(prompt: Prompt) -> tuple[int, ...]:
     if isinstance(prompt, TextPrompt):
         return tuple(prompt.text.encode())
     return tuple(b"".join(str(message.get("content")).encode() for message in prompt.messages))
-
-
-class NoGpus:
-    """A machine without GPUs."""
-
-    def read(self) -> tuple[GpuReading, ...]:
-        return ()
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 class FakeSpan(Span):

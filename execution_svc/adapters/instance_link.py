@@ -17,6 +17,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from execution_svc.adapters.counts import Counts
 from execution_svc.adapters.relay import Relay
 from execution_svc.domain.open_slots import OpenSlots
 from execution_svc.domain.outgoing import Outgoing, QueuedStart, remaining_at_write
@@ -55,12 +56,14 @@ class InstanceLink:
         connection: InstanceConnection,
         relay: Relay,
         telemetry: Telemetry,
+        counts: Counts,
     ) -> None:
         self.name = name
         self.address = address
         self._connection = connection
         self._relay = relay
         self._telemetry = telemetry
+        self._counts = counts
         self._loop = asyncio.get_running_loop()
         self._outgoing: Outgoing[inference_pb2.Start, inference_pb2.Cancel] = Outgoing()
         self._demand: inference_pb2.Demand | None = None
@@ -95,6 +98,7 @@ class InstanceLink:
         if frame.draining:
             self._drain_due = True
         if self._outgoing.bytes > BACKLOG_BYTES_MAX and not self._overrun.done():
+            self._counts.limit_hits["instance_backlog_bytes"] += 1
             self._overrun.set_result(None)
         self._writer.wake()
 
@@ -167,6 +171,7 @@ class InstanceLink:
         async with aclosing(read_frames(self._connection)) as frames:
             async for frame in frames:
                 self._received += 1
+                self._counts.frames["instance_in"] += 1
                 if frame.sequence != self._received:
                     raise FrameBroken(
                         LossKind.PROTOCOL, f"frame {frame.sequence} instead of {self._received}"
@@ -201,6 +206,7 @@ class InstanceLink:
         if not (heartbeat_due or self._outgoing or self._demand is not None or self._drain_due):
             return None
         self._sent += 1
+        self._counts.frames["instance_out"] += 1
         frame = inference_pb2.GenerateFramesRequest(sequence=self._sent)
         cancels, starts = self._outgoing.take()
         frame.cancels.extend(cancels)

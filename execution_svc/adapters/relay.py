@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from execution_svc.adapters.counts import Counts
 from sluice import frames
 from sluice.execution.v1 import execution_pb2
 from sluice.inference.v1 import inference_pb2
@@ -32,15 +33,15 @@ _LOSS_REASONS = {
 class Relay:
     """Messages in the making. ``wake`` is called when something has gathered."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], None], counts: Counts) -> None:
         self._wake = wake
+        self._counts = counts
         self._full: deque[tuple[execution_pb2.ExecuteFramesResponse, int]] = deque()
         self._gathering = execution_pb2.ExecuteFramesResponse()
         self._gathering_bytes = 0
         self._pending_bytes = 0
         self._room = asyncio.Event()
         self._room.set()
-        self.paused = 0  # how often readers had to wait
 
     def add(self, instance: str, frame: inference_pb2.GenerateFramesResponse) -> None:
         """A frame of an instance, its deltas unopened."""
@@ -66,7 +67,7 @@ class Relay:
             self._gathering_bytes = 0
         if self._pending_bytes > PENDING_BYTES_MAX and self._room.is_set():
             self._room.clear()
-            self.paused += 1
+            self._counts.limit_hits["relay_pending_bytes"] += 1
         self._wake()
 
     @property

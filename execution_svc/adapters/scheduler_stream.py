@@ -15,6 +15,7 @@ import asyncio
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+from execution_svc.adapters.counts import Counts
 from execution_svc.adapters.instance_link import InstanceLink
 from execution_svc.adapters.relay import Relay
 from sluice.errors import exhausted, invalid
@@ -37,13 +38,20 @@ Connection = FrameConnection[
 class SchedulerStream:
     """A stream, from its opening to its end; made and run by the handler of the call."""
 
-    def __init__(self, connection: Connection, instances: Instances, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        instances: Instances,
+        telemetry: Telemetry,
+        counts: Counts,
+    ) -> None:
         self._connection = connection
         self._instances = instances
         self._telemetry = telemetry
+        self._counts = counts
         self._loop = asyncio.get_running_loop()
         self._writer = FrameWriter(connection, self._compose)
-        self.relay = Relay(self._writer.wake)
+        self.relay = Relay(self._writer.wake, counts)
         self._links: dict[str, InstanceLink] = {}
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,6 +90,7 @@ class SchedulerStream:
     def _take(self, frame: execution_pb2.ExecuteFramesRequest) -> None:
         received_at = self._loop.time()
         self._received += 1
+        self._counts.frames["scheduler_in"] += 1
         if frame.sequence != self._received:
             raise invalid("sequence", f"must be {self._received}, the next of the stream")
         if frame.draining and not self._peer_drains:
@@ -125,7 +134,12 @@ class SchedulerStream:
         if len(self._links) >= LINKS_MAX:
             raise exhausted("TOO_MANY_INSTANCES", "This stream names too many instances.", 1.0)
         link = InstanceLink(
-            name, address, self._instances.open_frames(address), self.relay, self._telemetry
+            name,
+            address,
+            self._instances.open_frames(address),
+            self.relay,
+            self._telemetry,
+            self._counts,
         )
         if self._peer_drains:
             link.drain()
@@ -137,10 +151,15 @@ class SchedulerStream:
         return link
 
     async def _run_link(self, link: InstanceLink) -> None:
-        loss = await link.run()
+        self._counts.links_open += 1
+        try:
+            loss = await link.run()
+        finally:
+            self._counts.links_open -= 1
         if self._links.get(link.name) is link:
             del self._links[link.name]
         if not link.detached:
+            self._counts.losses[loss.kind.value] += 1
             self.relay.lost(link.name, loss.kind, loss.detail)
 
     def _compose(self, heartbeat_due: bool) -> execution_pb2.ExecuteFramesResponse | None:
@@ -150,6 +169,7 @@ class SchedulerStream:
                 return None
             message = execution_pb2.ExecuteFramesResponse()
         self._sent += 1
+        self._counts.frames["scheduler_out"] += 1
         message.sequence = self._sent
         if self._draining:
             message.draining = self._draining_told = True

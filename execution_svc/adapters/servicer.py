@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc.aio
 
+from execution_svc.adapters.counts import Counts
 from execution_svc.adapters.scheduler_stream import ADDRESS_CHARS_MAX, SchedulerStream
 from execution_svc.ports import Instances
 from sluice import deadline
@@ -39,9 +40,10 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
     generators, though the stubs know only those: so a cancelled call cancels its instance's call at
     once, not when a forgotten generator is closed."""
 
-    def __init__(self, instances: Instances, telemetry: Telemetry) -> None:
+    def __init__(self, instances: Instances, telemetry: Telemetry, counts: Counts) -> None:
         self._instances = instances
         self._telemetry = telemetry
+        self._counts = counts
         self._streams: set[SchedulerStream] = set()
         self._streams_gone = asyncio.Event()
         self._streams_gone.set()
@@ -87,7 +89,9 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             raise _draining()
         if len(self._streams) >= SCHEDULER_STREAMS_MAX:
             raise exhausted("TOO_MANY_STREAMS", "This replica serves too many streams.", RETRY_S)
-        stream = SchedulerStream(server_connection(context), self._instances, self._telemetry)
+        stream = SchedulerStream(
+            server_connection(context), self._instances, self._telemetry, self._counts
+        )
         self._streams.add(stream)
         self._streams_gone.clear()
         try:
@@ -132,6 +136,11 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         raise failed_precondition(
             "AGENT_SERVICE_NOT_CONFIGURED", "No agent service is configured for this replica."
         )
+
+    @property
+    def scheduler_streams(self) -> int:
+        """Scheduler streams open now."""
+        return len(self._streams)
 
     async def drain(self) -> None:
         """Starts nothing more, tells all schedulers, and waits until they have half-closed.

@@ -41,7 +41,8 @@ class EngineHost:
     def __init__(self, make: Callable[[], Engine], model_names: Sequence[str] = ()) -> None:
         self._make = make
         self._further_names = frozenset(model_names)
-        self._current: Engine | None = None
+        self._engine: Engine | None = None
+        self._up = False  # it was started
         self._watchers: dict[int, Callable[[], None]] = {}
         self._watcher_ids = 0
         self.description: ModelDescription | None = None
@@ -52,12 +53,7 @@ class EngineHost:
     @property
     def serving(self) -> bool:
         """Whether the engine can take work now."""
-        return self._current is not None and self._current.healthy
-
-    @property
-    def loaded(self) -> bool:
-        """Whether an engine is there, healthy or not."""
-        return self._current is not None
+        return self._up and self._engine is not None and self._engine.healthy
 
     @property
     def simulated(self) -> bool:
@@ -73,13 +69,13 @@ class EngineHost:
 
     def engine(self) -> Engine:
         """The running engine. UNAVAILABLE while there is none."""
-        if self._current is None or not self._current.healthy:
+        if self._engine is None or not self.serving:
             raise unavailable(
                 "ENGINE_NOT_SERVING",
                 "The engine of this instance is not serving now.",
                 retry_after_s=NOT_READY_RETRY_S,
             )
-        return self._current
+        return self._engine
 
     def model(self) -> ModelDescription:
         """What it serves. UNAVAILABLE before the first engine is loaded."""
@@ -96,7 +92,11 @@ class EngineHost:
         self._watcher_ids += 1
         number = self._watcher_ids
         self._watchers[number] = callback
-        return lambda: self._watchers.pop(number, None) and None
+
+        def unwatch() -> None:
+            self._watchers.pop(number, None)
+
+        return unwatch
 
     def drain(self) -> None:
         """Nothing new starts from now on. Idempotent."""
@@ -109,10 +109,10 @@ class EngineHost:
         loop = asyncio.get_running_loop()
         failures = 0
         while True:
-            loaded_at = await self._load()
-            if loaded_at is not None:
+            if await self._load():
+                up_at = loop.time()
                 await self._until_unhealthy()
-                if loop.time() - loaded_at >= SOUND_S:
+                if loop.time() - up_at >= SOUND_S:
                     failures = 0
             await self.close()
             failures += 1
@@ -120,36 +120,31 @@ class EngineHost:
                 raise EngineFailedError(f"the engine failed {failures} times in a row")
             await asyncio.sleep(PAUSE_S * 2.0 ** (failures - 1))
 
-    async def _load(self) -> float | None:
-        """The time at which the engine was up, or ``None`` when it could not be started."""
+    async def _load(self) -> bool:
+        """Makes and starts an engine; whether it is up."""
         loop = asyncio.get_running_loop()
         began_at = loop.time()
-        engine = self._make()
         try:
-            await engine.start()
-            description = engine.describe()
-        except asyncio.CancelledError:
-            await engine.close()
-            raise
+            self._engine = self._make()
+            await self._engine.start()
+            description = self._engine.describe()
         except Exception as error:
             log.failure("the engine did not start", error)
-        else:
-            self._current = engine
-            self.description = description
-            self.served_names = self._further_names | {description.model}
-            self.epoch = new_epoch()
-            log.info(
-                "the engine serves; SIMULATED: its answers are not a model's"
-                if description.simulated
-                else "the engine serves",
-                engine=description.engine,
-                model=description.model,
-                load_s=round(loop.time() - began_at, 1),
-            )
-            self._tell()
-            return loop.time()
-        await engine.close()
-        return None
+            return False
+        self._up = True
+        self.description = description
+        self.served_names = self._further_names | {description.model}
+        self.epoch = new_epoch()
+        log.info(
+            "the engine serves; SIMULATED: its answers are not a model's"
+            if description.simulated
+            else "the engine serves",
+            engine=description.engine,
+            model=description.model,
+            load_s=round(loop.time() - began_at, 1),
+        )
+        self._tell()
+        return True
 
     async def _until_unhealthy(self) -> None:
         # The port has no event for it: an engine may die in another process.
@@ -160,10 +155,12 @@ class EngineHost:
 
     async def close(self) -> None:
         """Closes the engine. Idempotent; bounded by :data:`CLOSE_S`."""
-        engine, self._current = self._current, None
+        engine, self._engine = self._engine, None
+        was_up, self._up = self._up, False
+        if was_up:
+            self._tell()
         if engine is None:
             return
-        self._tell()
         try:
             async with asyncio.timeout(CLOSE_S):
                 await engine.close()

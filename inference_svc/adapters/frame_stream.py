@@ -60,6 +60,7 @@ class FrameStream:
     def __init__(self, connection: Connection, instance: Instance) -> None:
         self._connection = connection
         self._instance = instance
+        self._counts = instance.counts
         self._host = instance.host
         self._epoch = instance.host.epoch
         self._loop = asyncio.get_running_loop()
@@ -137,6 +138,7 @@ class FrameStream:
                 return None
             frame = inference_pb2.GenerateFramesResponse()
         self._sent += 1
+        self._counts.frames["out"] += 1
         frame.sequence = self._sent
         frame.epoch = self._epoch
         if self._credit is not None:
@@ -152,6 +154,7 @@ class FrameStream:
     async def _take(self, frame: inference_pb2.GenerateFramesRequest) -> None:
         received_at = self._loop.time()
         self._received += 1
+        self._counts.frames["in"] += 1
         if frame.sequence != self._received:
             raise invalid("sequence", f"must be {self._received}, the next of the stream")
         if self._outbox.overfull:
@@ -238,6 +241,7 @@ class FrameStream:
         event = inference_pb2.Event(slot=slot.number, attempt=slot.attempt)
         event.accepted.prompt_tokens = len(prepared.prompt_token_ids)
         event.accepted.simulated = self._host.simulated
+        self._counts.starts["accepted"] += 1
         slot.accepted_in = self._outbox.put(event)
 
     # Ends.
@@ -245,6 +249,7 @@ class FrameStream:
     def _abort(self, slot: Slot, reason: WireReason) -> None:
         if not slot.claim_abort(reason):
             return
+        self._counts.aborts[_label(result_pb2.FinishReason.Name(reason), "FINISH_REASON_")] += 1
         if slot.running is not None:
             slot.running.abort(slot.to_finish_reason())
             return
@@ -258,6 +263,8 @@ class FrameStream:
     def _ended(self, slot: Slot, end: GenerationEnd) -> None:
         if self._slots.get(slot.number) is not slot:
             return  # the stream is over
+        self._counts.tokens["input"] += end.prompt_tokens
+        self._counts.tokens["output"] += end.completion_tokens
         now = self._loop.time()
         event = inference_pb2.Event(slot=slot.number, attempt=slot.attempt)
         event.ended.CopyFrom(
@@ -282,6 +289,7 @@ class FrameStream:
     def _reject(
         self, number: int, attempt: int, reason: RejectReason, error: SluiceError | None = None
     ) -> None:
+        self._counts.starts[_label(inference_pb2.RejectReason.Name(reason), "REJECT_REASON_")] += 1
         event = inference_pb2.Event(slot=number, attempt=attempt)
         event.rejected.reason = reason
         if error is not None:
@@ -330,3 +338,7 @@ def _first_reason(ended: inference_pb2.Ended) -> WireReason:
     if not ended.outputs:
         return result_pb2.FINISH_REASON_UNSPECIFIED
     return ended.outputs[0].finish_reason
+
+
+def _label(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix).lower()

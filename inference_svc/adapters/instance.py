@@ -1,10 +1,11 @@
-"""What all calls of one instance share. Made once in ``main``; holds no state of its own."""
+"""What all calls of one instance share. Made once in ``main``."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from inference_svc.adapters.counts import Counts
 from inference_svc.adapters.engine_host import EngineHost
 from inference_svc.adapters.room import RoomKeeper
 from sluice.common.v1 import grant_pb2
@@ -21,6 +22,7 @@ class Instance:
     room: RoomKeeper
     verifier: GrantVerifier | None
     telemetry: Telemetry
+    counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
         self.host.watch(lambda: self.room.resize(self.host.capacity))

@@ -22,6 +22,7 @@ from inference_svc.adapters.results import to_model
 from inference_svc.adapters.room import PlainShare
 from inference_svc.ports import GpuMonitor
 from sluice.errors import SluiceError, exhausted, failed_precondition, unavailable
+from sluice.frames import FrameBroken
 from sluice.frames_grpc import server_connection
 from sluice.inference.v1 import inference_pb2, inference_pb2_grpc
 
@@ -70,6 +71,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._streams_gone.clear()
         try:
             await stream.run()
+        except* FrameBroken as breaks:
+            for broken in breaks.exceptions:
+                if isinstance(broken, FrameBroken):
+                    self._instance.counts.losses[broken.reason.value] += 1
+            raise
         finally:
             self._streams.discard(stream)
             if not self._streams:
@@ -122,6 +128,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         async with aclosing(self.load.reports(interval_s)) as reports:
             async for report in reports:
                 await context.write(report)
+
+    @property
+    def frame_streams(self) -> int:
+        """Frame streams open now."""
+        return len(self._streams)
 
     async def drain(self) -> None:
         """Starts nothing more and waits until all peers have half-closed. Unbounded: the caller

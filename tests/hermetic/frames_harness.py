@@ -11,13 +11,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc.aio
 
+from execution_svc.adapters.counts import Counts
 from execution_svc.adapters.instance_channels import GrpcInstances
 from execution_svc.adapters.servicer import ExecutionServicer
 from inference_svc.adapters.engine_host import EngineHost
 from inference_svc.adapters.instance import Instance
+from inference_svc.adapters.no_gpus import NoGpus
 from inference_svc.adapters.room import RoomKeeper
 from inference_svc.adapters.servicer import InferenceServicer
 from inference_svc.ports import Engine
@@ -30,7 +33,7 @@ from sluice.grants import GrantVerifier
 from sluice.inference.v1 import inference_pb2, inference_pb2_grpc
 from sluice.server import Health, MeshServer
 from sluice.telemetry import Telemetry
-from tests.fakes import FakeEngine, NoGpus
+from tests.fakes import FakeEngine
 from tests.frame_peer import Peer
 
 WAIT_S = 10.0
@@ -58,7 +61,7 @@ class InstanceServer:
 
     def open(self, *, heartbeats: bool = True) -> Peer:
         """A new frame stream to it."""
-        call = self.stub.GenerateFrames()
+        call: Any = self.stub.GenerateFrames()
         return Peer(client_connection(call)).begin(heartbeats=heartbeats)
 
     async def kill(self) -> None:
@@ -127,6 +130,7 @@ class ExecutionServer:
     instances: GrpcInstances
     server: MeshServer
     channel: grpc.aio.Channel
+    counts: Counts
 
     @property
     def stub(self) -> execution_pb2_grpc.ExecutionServiceAsyncStub:
@@ -142,13 +146,14 @@ class ExecutionServer:
 async def execution(telemetry: Telemetry | None = None) -> AsyncIterator[ExecutionServer]:
     """An execution replica for the length of a test."""
     instances = GrpcInstances()
-    servicer = ExecutionServicer(instances, telemetry or Telemetry.off())
+    counts = Counts()
+    servicer = ExecutionServicer(instances, telemetry or Telemetry.off(), counts)
     server = MeshServer("execution", ["127.0.0.1:0"], Health())
     execution_pb2_grpc.add_ExecutionServiceServicer_to_server(servicer, server.grpc)
     await server.start()
     channel = open_channel(f"127.0.0.1:{server.ports[0]}")
     try:
-        yield ExecutionServer(servicer, instances, server, channel)
+        yield ExecutionServer(servicer, instances, server, channel, counts)
     finally:
         await channel.close()
         await server.stop(0)
