@@ -30,13 +30,21 @@ from sluice.execution.v1 import execution_pb2_grpc
 from sluice.frames_grpc import client_connection
 from sluice.grants import GrantSigner
 from sluice.mesh_config import MeshSettings
-from sluice.scheduler.v1 import admin_pb2_grpc, mesh_pb2_grpc, scheduler_pb2_grpc
+from sluice.scheduler.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    mesh_pb2,
+    mesh_pb2_grpc,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+)
 from sluice.server import Health, MeshServer, run, serve_until_signalled
 from sluice.telemetry import Telemetry
 
-SERVICE: Final = "sluice.scheduler.v1.SchedulerService"
-ADMIN_SERVICE: Final = "sluice.scheduler.v1.SchedulerAdminService"
-MESH_SERVICE: Final = "sluice.scheduler.v1.SchedulerMeshService"
+# Read from the descriptors: that also loads them, which reflection needs.
+SERVICE: Final = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
+ADMIN_SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["SchedulerAdminService"].full_name
+MESH_SERVICE: Final = mesh_pb2.DESCRIPTOR.services_by_name["SchedulerMeshService"].full_name
 DRAIN_POLL_S: Final = 0.02
 
 

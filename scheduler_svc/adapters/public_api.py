@@ -16,7 +16,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 
 import grpc
 
@@ -53,7 +53,7 @@ _OUTCOMES: Final = {
     Code.DEADLINE_EXCEEDED: Outcome.DEADLINE_EXCEEDED,
 }
 
-EmbedStub = execution_pb2_grpc.ExecutionServiceAsyncStub
+EmbedStub: TypeAlias = "execution_pb2_grpc.ExecutionServiceAsyncStub"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
