@@ -7,6 +7,8 @@ from the environment, no retries by the library (the scheduler retries), no serv
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,3 +83,14 @@ def open_channel(
         certificate_chain=tls.certificate_file.read_bytes() if tls.certificate_file else None,
     )
     return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+@contextmanager
+def ending(call: grpc.aio.Call) -> Iterator[None]:
+    """Ends a streaming call when the block does, however it does. Needed around every read of a
+    response stream: a task that is cancelled in ``async for`` while the request is still on its
+    way leaves the call open, and its server working, for ever."""
+    try:
+        yield
+    finally:
+        call.cancel()

@@ -89,6 +89,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         future.add_done_callback(self._thread_done)
         return future
 
+    async def shutdown_default_executor(self, *args: Any) -> None:
+        self.threads += 1  # it joins the threads in one more thread
+        try:
+            await super().shutdown_default_executor(*args)
+        finally:
+            self.threads -= 1
+
     def _thread_done(self, _: asyncio.Future[Any]) -> None:
         self.threads -= 1
 

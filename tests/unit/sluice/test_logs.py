@@ -1,0 +1,75 @@
+"""Structured logs."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from sluice import context, logs
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    stream = io.StringIO()
+    logs.setup("scheduler", "info", stream)
+    yield stream
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    logging.captureWarnings(False)
+
+
+def _last(stream: io.StringIO) -> dict[str, object]:
+    line: dict[str, object] = json.loads(stream.getvalue().splitlines()[-1])
+    return line
+
+
+def test_a_line_is_one_json_object_with_its_call_and_fields(lines: io.StringIO) -> None:
+    context.request_id.set("r1")
+    context.traceparent.set("00-" + "a" * 32 + "-" + "b" * 16 + "-01")
+    logs.get("test").info("instance lost", instance="a", running=3, share=0.5, on=True, none=None)
+    line = _last(lines)
+    assert line["message"] == "instance lost"
+    assert (line["level"], line["service"], line["logger"]) == ("info", "scheduler", "test")
+    assert (line["request_id"], line["trace_id"]) == ("r1", "a" * 32)
+    assert (line["instance"], line["running"], line["share"]) == ("a", 3, 0.5)
+    assert str(line["time"]).endswith("+00:00")
+    assert lines.getvalue().count("\n") == 1
+
+
+def test_a_field_cannot_replace_what_the_format_sets(lines: io.StringIO) -> None:
+    logs.get("test").info("text", service="forged", level="forged")
+    assert _last(lines)["service"] == "scheduler"
+    assert _last(lines)["level"] == "info"
+
+
+def test_newlines_and_length_are_kept_in_bounds(lines: io.StringIO) -> None:
+    logs.get("test").warning("a\nb" * 5000, field="x\n" * 5000)
+    assert lines.getvalue().count("\n") == 1
+    assert len(str(_last(lines)["message"])) == logs.TEXT_CHARS_MAX
+    assert len(str(_last(lines)["field"])) == logs.FIELD_CHARS_MAX
+
+
+def test_a_failure_carries_its_traceback(lines: io.StringIO) -> None:
+    try:
+        raise ValueError("what happened")
+    except ValueError as error:
+        logs.get("test").failure("handler failed", error, method="/a/B")
+    line = _last(lines)
+    assert line["error_type"] == "ValueError"
+    assert "what happened" in str(line["error"])
+    assert line["method"] == "/a/B"
+
+
+def test_levels_hold_and_noisy_libraries_are_quiet(lines: io.StringIO) -> None:
+    logs.get("test").debug("not written")
+    logging.getLogger("grpc").info("not written")
+    logging.getLogger("opentelemetry.sdk").warning("not written")
+    logging.getLogger("elsewhere").info("written with %s", "arguments")
+    assert len(lines.getvalue().splitlines()) == 1
+    assert _last(lines)["message"] == "written with arguments"
