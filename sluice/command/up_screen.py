@@ -57,7 +57,9 @@ class UpScreen:
     def warn_simulated(self) -> None:
         """Says loudly that nothing here is a model's answer."""
         self.console.print(
-            Panel(Text(SIMULATED_TEXT, style="bold"), title=SIMULATED, border_style="bold yellow")
+            Panel.fit(
+                Text(SIMULATED_TEXT, style="bold"), title=SIMULATED, border_style="bold yellow"
+            )
         )
 
     def starting(self, topology: Topology) -> None:
@@ -96,7 +98,8 @@ class UpScreen:
         """How to call the mesh, and where to look."""
         key = _short(api_key_path(paths.runtime))
         grpcurl = shlex.quote(_tool("grpcurl"))
-        endpoint = topology.endpoint
+        # As people type it; gRPC, curl and browsers all resolve it to the listener.
+        endpoint = str(topology.endpoint).replace("127.0.0.1:", "localhost:")
         prompt = f'{{"prompt":"{question.QUESTION}"}}'
         self.say("")
         if topology.simulated:
@@ -114,7 +117,7 @@ class UpScreen:
             f"curl {authorization} -d '{prompt}' http://{endpoint}/chat",
             "",
             # Not indented: it can be copied into a shell as it stands.
-            f"{python} - <<'PYTHON'\n{_python(topology, key)}PYTHON",
+            f"{python} - <<'PYTHON'\n{_python(endpoint, key)}PYTHON",
             "",
         )
         self.console.print(Text("\n".join(lines), no_wrap=True), soft_wrap=True)
@@ -148,11 +151,11 @@ class UpScreen:
         self.console.print(Text(printable(text)), end="", soft_wrap=True)
 
 
-def _python(topology: Topology, key: str) -> str:
+def _python(endpoint: str, key: str) -> str:
     return (
         "import grpc\n"
         "from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc\n"
-        f'channel = grpc.insecure_channel("{topology.endpoint}")\n'
+        f'channel = grpc.insecure_channel("{endpoint}")\n'
         "stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)\n"
         f'key = open("{key}").read().strip()\n'
         f'request = generate_pb2.GenerateRequest(prompt="{question.QUESTION}")\n'
