@@ -1,15 +1,57 @@
-"""Embeddings of the simulated engine: texts that share words have nearer vectors. Pure."""
+"""Embeddings of the simulated engine: texts that share words have nearer vectors.
+
+Stateless. A call lasts as long as reading its tokens does, beside the step loop and not in it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import numpy as np
 
+from inference_svc.adapters.simulated_faults import Fault
 from inference_svc.adapters.simulated_model import decode, state_of
+from inference_svc.adapters.simulated_profile import SimulatedProfile
+from inference_svc.adapters.simulated_prompt import tokenise
+from inference_svc.ports import ChatPrompt, Prompt
+from sluice.errors import failed_precondition, invalid
 
 _MIX_ONE, _MIX_TWO = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+async def embed(
+    profile: SimulatedProfile, model: str, prompts: Sequence[Prompt], fault: Fault | None
+) -> tuple[list[list[float]], int]:
+    """Vectors in order and the tokens read; see ``Engine.embed``. ``model`` is its fingerprint."""
+    if not profile.embedding_dimensions:
+        raise failed_precondition("NO_EMBEDDINGS", "This model does not embed.")
+    if fault is not None and (fault.refuse or fault.fail_after is not None):
+        raise fault.error()
+    batch: list[tuple[int, ...]] = []
+    limit = profile.context_tokens
+    for index, prompt in enumerate(prompts):
+        field = f"inputs[{index}]"
+        if isinstance(prompt, ChatPrompt):
+            raise invalid(f"{field}.conversation", "conversations are not embedded")
+        batch.append(await tokenise(prompt, field, limit, limit, chat=False))
+    if fault is not None and fault.hang_after is not None:
+        await _hang(fault.hang_ms)
+    tokens = sum(map(len, batch))
+    await asyncio.sleep(profile.step_s(0, tokens))
+    vectors = []
+    for ids in batch:
+        vectors.append(embedding(model, ids, profile.embedding_dimensions))
+        await asyncio.sleep(0)  # a long batch lets the step loop run between its texts
+    return vectors, tokens
+
+
+async def _hang(hang_ms: float | None) -> None:
+    if hang_ms is None:
+        await asyncio.get_running_loop().create_future()
+    else:
+        await asyncio.sleep(hang_ms / 1000.0)
 
 
 def embedding(model: str, token_ids: Sequence[int], dimensions: int) -> list[float]:

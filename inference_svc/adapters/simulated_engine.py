@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Protocol
 
 from inference_svc.adapters.simulated_batch import Batch
-from inference_svc.adapters.simulated_embedding import embedding
+from inference_svc.adapters.simulated_embedding import embed
 from inference_svc.adapters.simulated_faults import Fault, FaultBook, directive
 from inference_svc.adapters.simulated_model import (
     EOS_TEXT,
@@ -45,7 +45,6 @@ from inference_svc.adapters.simulated_writer import Script, Writer
 from inference_svc.domain import continuation as continuations
 from inference_svc.domain import sampling_rules
 from inference_svc.ports import (
-    ChatPrompt,
     Continuation,
     EngineStats,
     FinishReason,
@@ -281,6 +280,9 @@ class SimulatedEngine:
         )
         if plain:
             return None
+        if prepared.fault is not None and prepared.fault.echo:
+            # An echo shows the stop strings and must not end at them.
+            sampling = replace(sampling, stop=(), stop_token_ids=())
         return Writer(sampling, script=prepared.script, fault=prepared.fault)
 
     # --- embeddings ---
@@ -290,31 +292,11 @@ class SimulatedEngine:
     ) -> tuple[list[list[float]], int]:
         """See the port; lasts as long as reading the tokens does."""
         self._alive()
-        profile = self.profile
-        if not profile.embedding_dimensions:
-            raise failed_precondition("NO_EMBEDDINGS", "This model does not embed.")
-        loop = asyncio.get_running_loop()
-        fault = self.faults.find(request_id, profile.model, loop.time())
-        if fault is not None and (fault.refuse or fault.fail_after is not None):
-            raise fault.error()
+        now = asyncio.get_running_loop().time()
+        fault = self.faults.find(request_id, self.profile.model, now)
         self._embedding += 1
         try:
-            batch: list[tuple[int, ...]] = []
-            limit = profile.context_tokens
-            for index, prompt in enumerate(prompts):
-                field = f"inputs[{index}]"
-                if isinstance(prompt, ChatPrompt):
-                    raise invalid(f"{field}.conversation", "conversations are not embedded")
-                batch.append(await tokenise(prompt, field, limit, limit, chat=False))
-            tokens = sum(map(len, batch))
-            if fault is not None and fault.hang_after is not None:
-                await _hang(fault.hang_ms)
-            await asyncio.sleep(profile.step_s(0, tokens))
-            vectors = []
-            for ids in batch:
-                vectors.append(embedding(self._fingerprint, ids, profile.embedding_dimensions))
-                await asyncio.sleep(0)
-            return vectors, tokens
+            return await embed(self.profile, self._fingerprint, prompts, fault)
         finally:
             self._embedding -= 1
 
@@ -355,13 +337,6 @@ class SimulatedEngine:
     def received(self) -> Mapping[str, object]:
         """The sampling of the latest submitted spec, by field, as far as it was set."""
         return received(self.last_spec.sampling) if self.last_spec is not None else {}
-
-
-async def _hang(hang_ms: float | None) -> None:
-    if hang_ms is None:
-        await asyncio.get_running_loop().create_future()
-    else:
-        await asyncio.sleep(hang_ms / 1000.0)
 
 
 def _script(

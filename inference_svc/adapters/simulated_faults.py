@@ -75,23 +75,34 @@ class Fault:
             raise ValueError(f"a fault has no {sorted(unknown)[0]}")
         values = dict(table)
         cuts = values.get("reply_cuts", ())
-        if not isinstance(cuts, list | tuple) or list(cuts) != sorted(set(cuts)):
-            raise ValueError("reply_cuts must be growing byte offsets")
+        if not isinstance(cuts, list | tuple) or any(type(cut) is not int for cut in cuts):
+            raise ValueError("reply_cuts must be byte offsets")
+        if list(cuts) != sorted(set(cuts)) or (cuts and cuts[0] < 1):
+            raise ValueError("reply_cuts must grow, from 1")
         values["reply_cuts"] = tuple(cuts)
         fault = cls(**values)  # type: ignore[arg-type]
-        if fault.status not in Code.__members__ or fault.status == "OK":
-            raise ValueError("status must be the name of a gRPC code other than OK")
-        if fault.echo not in ("", "sampling", "prompt"):
-            raise ValueError("echo must be sampling or prompt")
-        for name in ("times", "exit_after", "crash_after", "fail_after", "hang_after"):
-            count = getattr(fault, name)
-            if count is not None and (type(count) is not int or count < 0):
-                raise ValueError(f"{name} must be a whole number, 0 or more")
-        for name in ("hang_ms", "pace_ms", "retry_after_ms"):
-            span = getattr(fault, name)
-            if span is not None and (type(span) not in (int, float) or span < 0):
-                raise ValueError(f"{name} must be milliseconds, 0 or more")
+        _check(fault)
         return fault
+
+
+def _check(fault: Fault) -> None:
+    for name in ("request_id", "model", "status", "reason", "message", "echo"):
+        if not isinstance(getattr(fault, name), str):
+            raise ValueError(f"{name} must be text")
+    if fault.reply is not None and not isinstance(fault.reply, str):
+        raise ValueError("reply must be text")
+    if fault.status not in Code.__members__ or fault.status == "OK":
+        raise ValueError("status must be the name of a gRPC code other than OK")
+    if fault.echo not in ("", "sampling", "prompt"):
+        raise ValueError("echo must be sampling or prompt")
+    for name in ("times", "exit_after", "exit_code", "crash_after", "fail_after", "hang_after"):
+        count = getattr(fault, name)
+        if count is not None and (type(count) is not int or count < 0):
+            raise ValueError(f"{name} must be a whole number, 0 or more")
+    for name in ("hang_ms", "pace_ms", "retry_after_ms"):
+        span = getattr(fault, name)
+        if span is not None and (type(span) not in (int, float) or not span >= 0):
+            raise ValueError(f"{name} must be milliseconds, 0 or more")
 
 
 class FaultBook:
