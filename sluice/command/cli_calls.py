@@ -170,7 +170,7 @@ def models(
             Text(one.name + (" (default)" if one.is_default else "")),
             does,
             f"{one.context_tokens} tokens",
-            f"yes, {one.instances} instances" if one.available else "no",
+            f"yes, instances: {one.instances}" if one.available else "no",
             Text(one.engine + (" SIMULATED" if one.simulated else "")),
             Text(", ".join(one.aliases)),
         )
@@ -267,21 +267,23 @@ def _print_stream(
 ) -> None:
     from sluice.command.log_files import printable
 
-    seen = False
-    for message in client.generate(request, timeout):
-        match message.WhichOneof("event"):
-            case "started" if message.started.simulated:
-                _label()
-            case "delta":
-                seen = True
-                if pieces is not None:
-                    pieces.append(message.delta.text)
-                # To a pipe as it is; a terminal must not be steered by a model.
-                text = message.delta.text
-                typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
-                sys.stdout.flush()
-    if seen:
-        typer.echo()
+    open_line = False
+    try:
+        for message in client.generate(request, timeout):
+            match message.WhichOneof("event"):
+                case "started" if message.started.simulated:
+                    _label()
+                case "delta":
+                    open_line = True
+                    text = message.delta.text
+                    if pieces is not None:
+                        pieces.append(text)
+                    # To a pipe as it is; a terminal must not be steered by a model.
+                    typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
+                    sys.stdout.flush()
+    finally:
+        if open_line:
+            typer.echo()
 
 
 def _print_whole(

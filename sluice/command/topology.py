@@ -32,11 +32,11 @@ MIB = 1 << 20
 SERVICE_MEMORY_BYTES = 100 * MIB
 VLLM_MEMORY_BYTES = 3 * GIB
 # Longest drains: a scheduler lets streams in flight end, an engine closes within 30 s.
-EXECUTION_DRAIN_S = 10.0
-INFERENCE_DRAIN_S = 35.0
-# What a process may take on top of its own limit on draining, to flush and to exit.
+# What a process may take on top of its own limit on draining, to flush and to exit; an engine
+# frees its memory within 30 s.
 EXIT_S = 5.0
-SCHEDULER_DRAIN_DEFAULT_S = 120.0
+ENGINE_EXIT_S = 35.0
+DRAIN_DEFAULT_S = 120.0
 SCHEDULER_DEFAULT, MESH_DEFAULT = "127.0.0.1:50051", "127.0.0.1:50052"
 EXECUTION_DEFAULT = "127.0.0.1:50061"
 
@@ -205,9 +205,11 @@ def build(
             MARK_VARIABLE: mark_of(config.runtime_dir),
             "SLUICE_MESH_RUNTIME_DIR": str(place.runtime_dir),
         }
-    inference = [_inference(place, instance, common) for instance in instances]
-    execution = _execution(place, execution_api, common)
-    drain_s = config.number("scheduler", "drain_grace_s", SCHEDULER_DRAIN_DEFAULT_S)
+    engine_drain_s = config.number("inference", "drain_grace_s", DRAIN_DEFAULT_S)
+    inference = [_inference(place, one, engine_drain_s, common) for one in instances]
+    relay_drain_s = config.number("execution", "drain_grace_s", DRAIN_DEFAULT_S)
+    execution = _execution(place, execution_api, relay_drain_s, common)
+    drain_s = config.number("scheduler", "drain_grace_s", DRAIN_DEFAULT_S)
     scheduler = _scheduler(
         place, scheduler_api, scheduler_mesh, execution_api, instances, drain_s, common
     )
@@ -310,7 +312,7 @@ def _scheduler(
     )
 
 
-def _execution(place: Place, api: Address, common: Mapping[str, str]) -> Process:
+def _execution(place: Place, api: Address, drain_s: float, common: Mapping[str, str]) -> Process:
     bind = place.bind(api)
     return Process(
         name="execution",
@@ -320,12 +322,14 @@ def _execution(place: Place, api: Address, common: Mapping[str, str]) -> Process
         ports=(Port("api", bind),),
         probe=Probe(bind),
         depends=(),
-        drain_s=EXECUTION_DRAIN_S,
+        drain_s=drain_s + EXIT_S,
         memory_bytes=SERVICE_MEMORY_BYTES,
     )
 
 
-def _inference(place: Place, instance: Instance, common: Mapping[str, str]) -> Process:
+def _inference(
+    place: Place, instance: Instance, drain_s: float, common: Mapping[str, str]
+) -> Process:
     bind = place.bind(instance.address)
     env = {
         **common,
@@ -334,10 +338,11 @@ def _inference(place: Place, instance: Instance, common: Mapping[str, str]) -> P
         # The public halves only: an instance verifies grants and cannot mint one.
         "SLUICE_INFERENCE_KEYS_DIR": str(place.runtime_dir / "keys" / "grant-public"),
     }
-    memory = SERVICE_MEMORY_BYTES
+    memory, exit_s = SERVICE_MEMORY_BYTES, EXIT_S
     if instance.engine is Engine.VLLM:
         # Models are folders on disk: a look-up in a hub would only delay the start.
         env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **instance.env}
+        exit_s = ENGINE_EXIT_S
         memory = VLLM_MEMORY_BYTES + int(instance.env.get("VLLM_CPU_KVCACHE_SPACE", "0")) * GIB
     return Process(
         name=instance.name,
@@ -347,7 +352,7 @@ def _inference(place: Place, instance: Instance, common: Mapping[str, str]) -> P
         ports=(Port("api", bind),),
         probe=Probe(bind),
         depends=(),
-        drain_s=INFERENCE_DRAIN_S,
+        drain_s=drain_s + exit_s,
         memory_bytes=memory,
     )
 
