@@ -27,9 +27,11 @@ from scheduler_svc.domain.scheduler import Scheduler
 
 THOROUGH: Final = os.environ.get("SLUICE_TEST_THOROUGH") == "1"
 
+SEARCH_TIMEOUT_S: Final = 7_200 if THOROUGH else 120
+
 SEARCH: Final = settings(
-    max_examples=2_000 if THOROUGH else 60,
-    stateful_step_count=50 if THOROUGH else 30,
+    max_examples=2_000 if THOROUGH else 120,
+    stateful_step_count=50 if THOROUGH else 40,
     deadline=None,
     derandomize=not THOROUGH,
     database=None,

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 
 from scheduler_svc.domain.ledger import Ledger
 from scheduler_svc.domain.model import Ticket, TicketId
-from tests.unit.scheduler.scheduling import SEARCH, a_ticket
+from tests.unit.scheduler.scheduling import SEARCH, SEARCH_TIMEOUT_S, a_ticket
 
 BLOCK, KV_MAX = 16, 1_600
 
@@ -135,8 +135,9 @@ def blocks(tokens: int, kv_max: int) -> int:
     return min(kv_max, (max(1, tokens) + BLOCK - 1) // BLOCK * BLOCK)
 
 
+@pytest.mark.timeout(SEARCH_TIMEOUT_S)
 def test_the_ledger_agrees_with_sums_over_a_list() -> None:
     """Goal: no leak, no double free. Method: random takes, corrections, progress, frees. Oracle:
     sums anew. Mutants seen to fail: ``free`` that keeps the KV tokens; ``correct`` after the first
     token that counts the prompt again."""
-    run_state_machine_as_test(LedgerMachine, settings=SEARCH)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(LedgerMachine, settings=SEARCH)

@@ -143,7 +143,7 @@ def test_equal_instances_are_chosen_in_turn_and_the_seed_says_where_it_begins() 
     """Mutant seen to fail: ``pick`` that takes the first of the ties."""
     columns = Columns(*(a_report(name) for name in "abcd"))
     chosen = Counter(columns.find(a_ticket()) for _ in range(100))
-    assert chosen == {name: 25 for name in "abcd"}
+    assert chosen == dict.fromkeys("abcd", 25)
     columns.policy = LeastWork(seed=2)
     assert columns.find(a_ticket()) == "c"
 

@@ -19,7 +19,7 @@ from scheduler_svc.domain.heap import DEAD_MAX, LazyHeap
 from scheduler_svc.domain.limits import ClassLimits
 from scheduler_svc.domain.model import PriorityClass, Ticket
 from scheduler_svc.domain.queue import TicketQueue
-from tests.unit.scheduler.scheduling import NO_SHARE, SEARCH, a_ticket
+from tests.unit.scheduler.scheduling import NO_SHARE, SEARCH, SEARCH_TIMEOUT_S, a_ticket
 
 LINE = a_ticket().line
 
@@ -142,9 +142,9 @@ def test_a_restored_ticket_is_where_it_was() -> None:
     for ticket in tickets:
         queue.push(ticket)
     taken = [queue.take(LINE, {}, 9) for _ in range(3)]
-    for ticket in reversed(taken):
-        assert ticket is not None
-        queue.restore(ticket)
+    for restored in reversed(taken):
+        assert restored is not None
+        queue.restore(restored)
     queue.check()
     assert drain(queue) == tickets
 
@@ -289,8 +289,9 @@ class QueueMachine(RuleBasedStateMachine):
         return None
 
 
+@pytest.mark.timeout(SEARCH_TIMEOUT_S)
 def test_the_queue_agrees_with_a_sorted_list() -> None:
     """Goal: order and bounds. Method: random pushes, takes, restores, removals. Oracle: a list.
     Mutants seen to fail: ``restore`` with a new stamp; ``leave`` that keeps the bytes; an owed
     class that may offer a second ticket."""
-    run_state_machine_as_test(QueueMachine, settings=SEARCH)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(QueueMachine, settings=SEARCH)

@@ -69,7 +69,7 @@ def test_work_is_spread_over_equal_instances() -> None:
 
 
 def test_a_full_model_does_not_hold_up_another_one() -> None:
-    """Mutant seen to fail: ``_place`` that stops at the first line with a ticket it cannot place."""
+    """Mutant seen to fail: ``_place`` that ends the turn with the first line that is full."""
     bench = Bench("a")
     bench.up("b", model="n")
     bench.submit(*(a_ticket(priority_class=PriorityClass.CRITICAL) for _ in range(6)))

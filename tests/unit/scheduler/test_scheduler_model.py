@@ -1,0 +1,520 @@
+"""The whole scheduler under random histories, against a reference that keeps plain lists.
+
+The reference knows nothing of heaps, columns or holds: it records what instances said and what
+effects came, and judges each effect and each state by counting anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from scheduler_svc.domain.limits import ClassLimits
+from scheduler_svc.domain.model import (
+    Abort,
+    Dispatch,
+    InstanceName,
+    InstanceReport,
+    Outcome,
+    PriorityClass,
+    Refusal,
+    RejectKind,
+    Ticket,
+    TicketId,
+    WorkKind,
+)
+from scheduler_svc.domain.placement import LeastWork
+from scheduler_svc.domain.scheduler import Scheduler
+from tests.unit.scheduler.scheduling import SEARCH, SEARCH_TIMEOUT_S, a_report, a_ticket, limits
+
+NAMES = ("a", "b", "c")
+PAUSE_S, STALE_S, ABSENT_S, ATTEMPTS = 0.5, 3.0, 4.0, 3
+STEP_TOKENS = 600
+EVENTS = ("accepted", "first_token", "progressed", "ended", "failed", *RejectKind)
+
+
+@dataclass(eq=False)
+class Known:
+    """What an instance said, and what was done to it."""
+
+    report: InstanceReport
+    at_s: float
+    reachable: bool = True
+    draining: bool = False
+    credit: tuple[int, int] | None = None
+    paused_until_s: float = 0.0
+
+
+@dataclass(eq=False)
+class Run:
+    """An attempt that holds room."""
+
+    ticket: Ticket
+    instance: InstanceName
+    attempt: int
+    aborting: bool = False
+
+
+@dataclass(eq=False)
+class Reference:
+    """Everything that happened, as lists."""
+
+    instances: dict[InstanceName, Known] = field(default_factory=dict)
+    waiting: list[Ticket] = field(default_factory=list)
+    running: list[Run] = field(default_factory=list)
+    lost: list[Run] = field(default_factory=list)
+    ended: dict[TicketId, Outcome] = field(default_factory=dict)
+    submitted: int = 0
+
+    def on(self, name: InstanceName) -> list[Run]:
+        return [run for run in self.running if run.instance == name]
+
+    def end(self, ticket: Ticket, outcome: Outcome) -> None:
+        assert ticket.id not in self.ended, "ended twice"
+        self.ended[ticket.id] = outcome
+
+    def usable(self, ticket: Ticket) -> list[InstanceName]:
+        """Instances that may run it, room aside."""
+        up = [
+            name
+            for name, known in self.instances.items()
+            if known.report.model == ticket.model
+            and known.report.serving
+            and known.reachable
+            and not known.draining
+            and (known.report.generates if ticket.kind is WorkKind.GENERATE else False)
+        ]
+        return [name for name in up if name not in ticket.excluded] or up
+
+    def has_sequence(self, name: InstanceName, now: float) -> bool:
+        known, runs = self.instances[name], len(self.on(name))
+        credit = known.credit[0] if known.credit else 0
+        return runs < min(known.report.sequences_max, credit) and known.paused_until_s <= now
+
+    def has_memory(self, name: InstanceName, ticket: Ticket) -> bool:
+        """Whether KV memory, credit and the bound on prompts outstanding leave room."""
+        known, runs = self.instances[name], self.on(name)
+        memory = int(known.report.kv_tokens * (1 - limits().kv_reserve))
+        block = known.report.kv_block_tokens
+        held = sum(min(memory, blocks(run.ticket.kv_tokens, block)) for run in runs)
+        free, credit = memory - held, (known.credit[1] if known.credit else 0)
+        if not runs:
+            free, credit = 10**9, (10**9 if credit >= memory else credit)
+        outstanding = sum(run.ticket.prompt_tokens for run in runs if not run.ticket.first_token)
+        prefill = 2 * known.report.step_tokens_max - outstanding
+        fits_prefill = not outstanding or not known.report.step_tokens_max
+        need = ticket.kv_tokens + block - 1
+        return min(free, credit - held) >= need and (
+            fits_prefill or ticket.prompt_tokens <= prefill
+        )
+
+
+def blocks(tokens: int, block: int) -> int:
+    return (tokens + block - 1) // block * block
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Subclasses say how tight memory is."""
+
+    kv_tokens = 10**6
+    step_tokens = 0
+    prompts = st.integers(1, 200)
+
+    @initialize(seed=st.integers(0, 5), up=st.sampled_from([NAMES, NAMES, ("a", "b"), ("a",), ()]))
+    def start(self, seed: int, up: tuple[str, ...]) -> None:
+        bounds = ClassLimits(10, 9_000, 8, 8_000, 0.0)
+        self.limits = limits(
+            classes=dict.fromkeys(PriorityClass, bounds),
+            instances_max=4,
+            no_room_pause_s=PAUSE_S,
+            report_stale_s=STALE_S,
+            no_instance_wait_s=ABSENT_S,
+            attempts_max=ATTEMPTS,
+            bypass_max=100,
+            passed_over_max=10**9,
+        )
+        self.scheduler = Scheduler(self.limits, LeastWork(seed))
+        self.reference = Reference()
+        self.now = 0.0
+        self.turned = False
+        for name in up:
+            self.heal(name, "n" if name == "c" else "m", 2)
+
+    # --- what clients do -----------------------------------------------------------------------
+
+    @rule(
+        wants=st.lists(
+            st.tuples(
+                st.sampled_from(PriorityClass),
+                st.sampled_from("mmn"),
+                st.sampled_from([50.0, 5.0, 0.5]),  # first-token limit
+                st.sampled_from([100.0, 10.0, 1.0]),  # deadline
+            ),
+            min_size=1,
+            max_size=5,
+        ),
+        data=st.data(),
+    )
+    def submit_and_turn(
+        self, wants: list[tuple[PriorityClass, str, float, float]], data: st.DataObject
+    ) -> None:
+        for cls, model, limit_s, deadline_s in wants:
+            self._submit(
+                a_ticket(
+                    priority_class=cls,
+                    model=model,
+                    tenant=data.draw(st.sampled_from("tu")),
+                    prompt_tokens=data.draw(self.prompts),
+                    output_tokens=data.draw(st.integers(1, 100)),
+                    arrival_s=self.now,
+                    first_token_limit_s=self.now + limit_s,
+                    deadline_s=self.now + deadline_s,
+                )
+            )
+        self.turn()
+
+    def _submit(self, ticket: Ticket) -> None:
+        model = ticket.model
+        self.reference.submitted += 1
+        known = any(k.report.model == model for k in self.reference.instances.values())
+        refusal = self.scheduler.submit(ticket, self.now)
+        if refusal is None:
+            assert known
+            self.reference.waiting.append(ticket)
+        else:
+            assert known or refusal.outcome is Outcome.NO_INSTANCE
+            self.reference.end(ticket, refusal.outcome)
+        self.turned = False
+
+    @precondition(lambda self: self.reference.waiting or self.reference.running)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        runs = {run.ticket.id: run for run in [*self.reference.running, *self.reference.lost]}
+        ticket = data.draw(
+            st.sampled_from([*self.reference.waiting, *(run.ticket for run in runs.values())])
+        )
+        abort = self.scheduler.cancel(ticket.id, self.now)
+        run = runs.get(ticket.id)
+        if run is not None and run in self.reference.running and not run.aborting:
+            assert abort == Abort(ticket, run.instance, run.attempt, Outcome.CANCELLED)
+            run.aborting = True
+        else:
+            assert abort is None
+            if run is None:
+                self.reference.waiting.remove(ticket)
+                self.reference.end(ticket, Outcome.CANCELLED)
+            elif run in self.reference.lost:
+                self.reference.lost.remove(run)
+                self.reference.end(ticket, Outcome.CANCELLED)
+        self.turned = False  # who waited behind it may go now
+
+    # --- what instances do ---------------------------------------------------------------------
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        model=st.sampled_from("mmn"),
+        sequences=st.integers(1, 4),
+        state=st.sampled_from(["up", "up", "stopped", "draining"]),
+    )
+    def report(self, name: str, model: str, sequences: int, state: str) -> None:
+        report = a_report(
+            name,
+            model=model,
+            sequences_max=sequences,
+            serving=state != "stopped",
+            draining=state == "draining",
+            kv_tokens=self.kv_tokens,
+            step_tokens_max=self.step_tokens,
+        )
+        assert self.scheduler.report(report, self.now)
+        known = self.reference.instances.setdefault(report.name, Known(report, self.now))
+        known.report, known.at_s, known.reachable = report, self.now, True
+        known.draining, known.paused_until_s = report.draining, 0.0
+        self.turned = False
+
+    @rule(name=st.sampled_from(NAMES), model=st.sampled_from("mmn"), sequences=st.integers(1, 4))
+    def heal(self, name: str, model: str, sequences: int) -> None:
+        self.report(name, model, sequences, "up")
+        self._credit(InstanceName(name), sequences, self.kv_tokens)
+
+    @precondition(lambda self: self.reference.instances)
+    @rule(data=st.data(), sequences=st.integers(0, 5), share=st.sampled_from([1.0, 0.3]))
+    def credit(self, data: st.DataObject, sequences: int, share: float) -> None:
+        name = data.draw(st.sampled_from(sorted(self.reference.instances)))
+        self._credit(name, sequences, int(share * self.kv_tokens))
+
+    def _credit(self, name: InstanceName, sequences: int, kv_tokens: int) -> None:
+        self.scheduler.credit(name, sequences, kv_tokens, self.now)
+        known = self.reference.instances[name]
+        known.credit, known.paused_until_s = (sequences, kv_tokens), 0.0
+        self.turned = False
+
+    @precondition(lambda self: self.reference.instances)
+    @rule(data=st.data(), fault=st.sampled_from(["unreachable", "lost", "removed"]))
+    def fault(self, data: st.DataObject, fault: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.reference.instances)))
+        if fault == "unreachable":
+            self.scheduler.unreachable(name, "test", self.now)
+            self.reference.instances[name].reachable = False
+        elif fault == "lost":
+            self._lose(name)
+        elif not self.reference.on(name):  # with something running it only stops serving
+            self.scheduler.remove(name, self.now)
+            del self.reference.instances[name]
+
+    def _lose(self, name: InstanceName) -> None:
+        orphans = self.scheduler.lost(name, self.now)
+        here = self.reference.on(name)
+        assert orphans == sorted(run.ticket.id for run in here if not run.aborting)
+        for run in here:
+            self.reference.running.remove(run)
+            if run.aborting:
+                self.reference.end(run.ticket, run.ticket.abort_outcome or Outcome.CANCELLED)
+            else:
+                self.reference.lost.append(run)
+        self.reference.instances[name].credit = (0, 0)
+
+    @precondition(lambda self: self.reference.running)
+    @rule(data=st.data(), events=st.lists(st.sampled_from(EVENTS), min_size=1, max_size=4))
+    def events_and_turn(self, data: st.DataObject, events: list[str | RejectKind]) -> None:
+        for event in events:
+            if self.reference.running:
+                self._event(data, event, stale=data.draw(st.sampled_from([False] * 4 + [True])))
+        self.turn()
+
+    def _event(self, data: st.DataObject, event: str | RejectKind, *, stale: bool) -> None:
+        run = data.draw(st.sampled_from(self.reference.running))
+        ticket, attempt = run.ticket, run.attempt + (data.draw(st.sampled_from([-1, 1])) * stale)
+        if event == "accepted":
+            self.scheduler.accepted(ticket.id, attempt, data.draw(self.prompts), 0, self.now)
+        elif event == "first_token":
+            self.scheduler.first_token(ticket.id, attempt, self.now)
+        elif event == "progressed":
+            self.scheduler.progressed(ticket.id, attempt, data.draw(st.integers(0, 300)))
+        elif event == "ended":
+            self.scheduler.ended(ticket.id, attempt, self.now)
+            if not stale:
+                self._over(run, Outcome.FINISHED)
+        elif event == "failed":
+            self._failed(run, attempt, stale, delivered=data.draw(st.booleans()))
+        else:
+            assert isinstance(event, RejectKind)
+            self.scheduler.rejected(ticket.id, attempt, event, self.now)
+            if not stale:
+                self._rejected(run, event)
+
+    @precondition(lambda self: self.reference.lost)
+    @rule(data=st.data(), end=st.booleans(), delivered=st.booleans())
+    def decide_on_lost(self, data: st.DataObject, end: bool, delivered: bool) -> None:
+        run = data.draw(st.sampled_from(self.reference.lost))
+        if end:
+            self.scheduler.ended(run.ticket.id, run.attempt, self.now)
+            self.reference.lost.remove(run)
+            self.reference.end(run.ticket, Outcome.FINISHED)
+        else:
+            self._failed(run, run.attempt, stale=False, delivered=delivered)
+        self.turned = False
+
+    # --- time and turns ------------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([0.01, 0.3, 1.0, 4.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.turned = False
+
+    @rule()
+    def wait_until_the_next_wakeup(self) -> None:
+        at = self.scheduler.next_wakeup(self.now)
+        if at is not None:
+            assert at >= self.now
+            self.now = at
+            self.turn()
+            again = self.scheduler.next_wakeup(self.now)
+            assert again is None or again > self.now, "the owner would spin"
+
+    @rule()
+    def turn(self) -> None:
+        for effect in self.scheduler.turn(self.now):
+            ticket = effect.ticket
+            if isinstance(effect, Dispatch):
+                assert effect.instance in self.reference.usable(ticket)
+                assert self.reference.has_sequence(effect.instance, self.now)
+                assert self.reference.has_memory(effect.instance, ticket)
+                assert ticket.due_s > self.now
+                self.reference.waiting.remove(ticket)
+                self.reference.running.append(Run(ticket, effect.instance, effect.attempt))
+                self._no_better_one_waits(ticket, effect.instance)
+            elif isinstance(effect, Abort):
+                (run,) = [r for r in self.reference.running if r.ticket is ticket]
+                assert not run.aborting
+                assert (effect.instance, effect.attempt) == (run.instance, run.attempt)
+                assert ticket.due_s <= self.now or ticket.deadline_s <= self.now
+                run.aborting = True
+            else:
+                self._refused(ticket, effect.outcome)
+        self.turned = True
+
+    @invariant()
+    def counts_agree(self) -> None:
+        self.scheduler.check_invariants()
+        reference, state = self.reference, self.scheduler.snapshot()
+        assert sum(state.waiting.values()) == len(reference.waiting)
+        assert state.running == len(reference.running)
+        assert set(state.instances) == set(reference.instances)
+        for name, status in state.instances.items():
+            assert status.running == len(reference.on(name))
+        assert state.submitted == reference.submitted
+        for outcome in Outcome:
+            expected = sum(ended is outcome for ended in reference.ended.values())
+            assert state.outcomes.get(outcome, 0) == expected
+        alive = len(reference.waiting) + len(reference.running) + len(reference.lost)
+        assert alive + len(reference.ended) == reference.submitted
+
+    @invariant()
+    def nothing_waits_that_could_run(self) -> None:
+        """Work-conserving: right after a turn no ticket waits while an instance it may use has room
+        for it, unless a higher class waits for that instance."""
+        if not self.turned:
+            return
+        for ticket in self.reference.waiting:
+            for name in self.reference.usable(ticket):
+                assert not self._fits(name, ticket) or any(
+                    other.priority_class < ticket.priority_class
+                    and other.line == ticket.line
+                    and name in self.reference.usable(other)
+                    for other in self.reference.waiting
+                ), f"{ticket.id} waits for nothing"
+
+    def teardown(self) -> None:
+        """Liveness: once faults stop, everything ends and every counter returns to zero."""
+        if not hasattr(self, "scheduler"):
+            return
+        for run in list(self.reference.lost):
+            self._failed(run, run.attempt, stale=False, delivered=False)
+        for _ in range(200):
+            for name in NAMES:
+                self.heal(name, "n" if name == "c" else "m", 4)
+            self.turn()
+            for run in list(self.reference.running):
+                self.scheduler.ended(run.ticket.id, run.attempt, self.now)
+                self._over(run, Outcome.FINISHED)
+            if not self.reference.waiting:
+                break
+            self.now += 0.01
+        assert not self.reference.waiting, "a ticket waits for ever"
+        self.counts_agree()
+        assert len(self.reference.ended) == self.reference.submitted
+        assert self.scheduler.next_wakeup(self.now) is None
+
+    # --- the reference's side of events --------------------------------------------------------
+
+    def _fits(self, name: InstanceName, ticket: Ticket) -> bool:
+        return self.reference.has_sequence(name, self.now) and self.reference.has_memory(
+            name, ticket
+        )
+
+    def _no_better_one_waits(self, ticket: Ticket, name: InstanceName) -> None:
+        """Order: no ticket of a higher class, or due earlier in its class, could have gone there
+        instead."""
+        run = self.reference.running.pop()  # as it was just before the dispatch
+        for other in self.reference.waiting:
+            if other.line != ticket.line or name not in self.reference.usable(other):
+                continue
+            higher = other.priority_class < ticket.priority_class
+            same = other.priority_class == ticket.priority_class
+            earlier = same and (not other.returned, other.due_s, other.deadline_s) < (
+                not ticket.returned,
+                ticket.due_s,
+                ticket.deadline_s,
+            )
+            assert not higher, "a lower class went first"
+            assert not earlier or not self._fits(name, other), "a later one went first"
+        self.reference.running.append(run)
+
+    def _over(self, run: Run, outcome: Outcome) -> None:
+        self._freed(run)
+        aborted = run.ticket.abort_outcome or Outcome.CANCELLED
+        self.reference.end(run.ticket, aborted if run.aborting else outcome)
+
+    def _freed(self, run: Run) -> None:
+        self.reference.running.remove(run)
+        self.reference.instances[run.instance].paused_until_s = 0.0
+
+    def _failed(self, run: Run, attempt: int, stale: bool, *, delivered: bool) -> None:
+        ticket, before = run.ticket, run.ticket.attempts
+        result = self.scheduler.failed(ticket.id, attempt, self.now, delivered)
+        if stale:
+            assert result == "ended"
+            return
+        if run in self.reference.lost:
+            self.reference.lost.remove(run)
+        else:
+            self._freed(run)
+        if run.aborting:
+            assert result == "ended"
+            self.reference.end(ticket, ticket.abort_outcome or Outcome.CANCELLED)
+        elif delivered or before + 1 >= ATTEMPTS:
+            assert isinstance(result, Refusal)
+            self.reference.end(ticket, result.outcome)
+        else:
+            assert result == "requeued"
+            assert run.instance in ticket.excluded
+            self.reference.waiting.append(ticket)
+
+    def _rejected(self, run: Run, kind: RejectKind) -> None:
+        self._freed(run)
+        known = self.reference.instances[run.instance]
+        if kind is RejectKind.NO_ROOM:
+            known.paused_until_s = self.now + PAUSE_S
+        elif kind is RejectKind.DRAINING:
+            known.draining = True
+        if run.aborting:
+            self.reference.end(run.ticket, run.ticket.abort_outcome or Outcome.CANCELLED)
+        else:
+            self.reference.waiting.append(run.ticket)
+
+    def _refused(self, ticket: Ticket, outcome: Outcome) -> None:
+        lost = [run for run in self.reference.lost if run.ticket is ticket]
+        if lost:
+            self.reference.lost.remove(lost[0])
+        else:
+            self.reference.waiting.remove(ticket)
+        if outcome is Outcome.DEADLINE_EXCEEDED:
+            assert ticket.deadline_s <= self.now
+        elif outcome is Outcome.HOPELESS:
+            assert ticket.due_s <= self.now
+        else:
+            assert outcome is Outcome.NO_INSTANCE
+            up = self.reference.usable(ticket)
+            assert not up, "there was an instance"
+        self.reference.end(ticket, outcome)
+
+
+class TightSchedulerMachine(SchedulerMachine):
+    """KV memory and the bound on prompts outstanding bind before sequences do."""
+
+    kv_tokens = 1_000
+    step_tokens = STEP_TOKENS // 2
+    prompts = st.sampled_from([1, 50, 200, 500, 900, 1_500])
+
+
+@pytest.mark.timeout(SEARCH_TIMEOUT_S)
+@pytest.mark.parametrize("machine", [SchedulerMachine, TightSchedulerMachine])
+def test_the_scheduler_agrees_with_plain_lists_under_random_histories(
+    machine: type[SchedulerMachine],
+) -> None:
+    """Goal: every ticket ends exactly once; nothing runs beyond credit, memory or a stop; order
+    holds; no room is left idle; counters return to zero; the owner never spins. Method: random
+    calls on three instances and two models, then a phase without faults. Oracle: ``Reference``.
+    Seed: derandomised; ``SLUICE_TEST_THOROUGH=1`` searches at random and prints a blob to repeat.
+    """
+    run_state_machine_as_test(machine, settings=SEARCH)
