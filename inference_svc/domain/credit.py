@@ -9,8 +9,8 @@ What holds, and is tested against a naive reference:
 - The sum of all credits is never above the capacity. Room that nobody wants is divided too, so
   that a stream can start work before it has asked.
 - Every stream's goal is at least one unit while there are units enough, and an idle stream keeps a
-  small reserve. A credit rises to its goal only as other streams' holdings leave room for it:
-  the sum of max(held, credit) rises above the capacity by nothing that this file does.
+  small reserve. A credit rises to its goal only as other streams' holdings leave room for it: the
+  sum of max(held, credit) is never above the capacity, unless what is held alone is.
 - A lowered credit may be below what its stream holds (a negative credit): the stream yields or
   waits for its own ends, and starts nothing meanwhile.
 - Goals change at once when streams come and go. Otherwise they change only for a stream that wants
@@ -160,13 +160,21 @@ class Divider:
     def _apply(self, held: Mapping[int, int]) -> None:
         # Lower first. Raising a credit up to what is held anyway takes no room; the rest of the
         # raises share the room that holdings and credits leave.
+        members = list(self._members.items())
         taken = 0
-        for stream, member in self._members.items():
+        for stream, member in members:
             member.credit = min(member.goal, max(member.credit, held[stream]))
             taken += max(member.credit, held[stream])
-        members = list(self._members.values())
-        raises = [member.goal - member.credit for member in members]
-        for member, more in zip(members, water_fill(self._capacity - taken, raises), strict=True):
+        if taken > self._capacity:  # it shrank: unused credit goes before anybody yields
+            unused = [max(0, member.credit - held[stream]) for stream, member in members]
+            kept = water_fill(self._capacity - (taken - sum(unused)), unused)
+            for (_, member), was, now in zip(members, unused, kept, strict=True):
+                member.credit -= was - now
+            return
+        raises = [member.goal - member.credit for _, member in members]
+        for (_, member), more in zip(
+            members, water_fill(self._capacity - taken, raises), strict=True
+        ):
             member.credit += more
 
 
