@@ -26,6 +26,9 @@ from sluice.errors import SluiceError
 from sluice.mesh_config import Engine
 
 SIMULATED = "SIMULATED"
+# What stands between these can be copied into a shell as it is.
+CALLS_START = "KEY="
+CALLS_END = "PYTHON\n"
 METHOD = "sluice.scheduler.v1.SchedulerService/Generate"
 SIMULATED_TEXT = (
     "The answers of this mesh are SIMULATED: a latency model makes them up.\n"
@@ -110,15 +113,13 @@ class UpScreen:
         authorization = '-H "authorization: Bearer $KEY"'
         lines = (
             "",
-            f"KEY=$(cat {key})",
+            f"{CALLS_START}$(cat {key})",
             "",
             f"{grpcurl} -plaintext {authorization} -d '{prompt}' {endpoint} {METHOD}",
             "",
             f"curl {authorization} -d '{prompt}' http://{endpoint}/chat",
             "",
-            # Not indented: it can be copied into a shell as it stands.
-            f"{python} - <<'PYTHON'\n{_python(endpoint, key)}PYTHON",
-            "",
+            f"{python} - <<'PYTHON'\n{_python(endpoint, key)}{CALLS_END}",
         )
         self.console.print(Text("\n".join(lines), no_wrap=True), soft_wrap=True)
         command = _tool("sluice")

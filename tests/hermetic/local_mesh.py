@@ -71,7 +71,7 @@ class LocalMesh:
     ) -> subprocess.CompletedProcess[str]:
         """Runs `sluice ARGUMENTS` to its end."""
         return subprocess.run(
-            self._command(arguments),
+            self.command(arguments),
             cwd=self.root,
             env=self.environ,
             capture_output=True,
@@ -84,7 +84,7 @@ class LocalMesh:
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Starts `sluice ARGUMENTS`."""
         process = subprocess.Popen(
-            self._command(arguments),
+            self.command(arguments),
             cwd=self.root,
             env=self.environ,
             stdout=subprocess.PIPE,
@@ -119,7 +119,8 @@ class LocalMesh:
         text = json.dumps({name.replace("_", "-"): rules for name, rules in by_name.items()})
         (self.root / "behaviour.json").write_text(text)
 
-    def _command(self, arguments: tuple[str, ...]) -> list[str]:
+    def command(self, arguments: tuple[str, ...]) -> list[str]:
+        """The command line."""
         return [sys.executable, "-m", "sluice.command.cli", *arguments]
 
 

@@ -1,0 +1,233 @@
+"""The `sluice` command against a whole mesh of real services on the simulated engine.
+
+Goal: what a newcomer types works as the command prints it, every answer says that it is simulated,
+and every refusal is one line with its exit status. Method: one mesh for the module, on ports of its
+own; commands run as processes. Oracle: exit status, output, and the mesh's own answers.
+
+Seen to fail on mutants: `cli_support._status_of_code` returning 1 always, `cli_calls._label` doing
+nothing, `cli_calls.chat` forgetting the assistant's messages, `grant` signing for another instance.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sluice.command.up_screen import CALLS_END, CALLS_START
+from tests.hermetic.local_mesh import LocalMesh, kill, local_mesh, until
+
+LABEL = "SIMULATED answer"
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalMesh, str]]:
+    with local_mesh(tmp_path_factory.mktemp("mesh"), stand_ins=False) as mesh:
+        mesh.environ["ENGINE"] = "simulated"
+        done = mesh.run("up", "--instances", "2")
+        assert done.returncode == 0, done.stdout + done.stderr
+        yield mesh, done.stdout
+
+
+@pytest.fixture
+def mesh(started: tuple[LocalMesh, str]) -> LocalMesh:
+    return started[0]
+
+
+def type_in(mesh: LocalMesh, *arguments: str, text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        mesh.command(arguments),
+        input=text,
+        env=mesh.environ,
+        cwd=mesh.root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_up_asks_a_question_through_envoy_and_labels_the_answer(
+    started: tuple[LocalMesh, str],
+) -> None:
+    mesh, said = started
+    assert "What is the capital of France?" in said
+    assert f"through Envoy at 127.0.0.1:{mesh.port}" in said
+    assert "Answer (SIMULATED):" in said
+    assert "(SIMULATED, smollm2-135m-instruct on chat-" in said
+
+
+def test_the_calls_that_up_prints_work_as_they_are_typed(started: tuple[LocalMesh, str]) -> None:
+    mesh, said = started
+    block = said[said.index(CALLS_START) : said.rindex(CALLS_END)]
+    assert all(tool in block for tool in ("grpcurl", "curl", "import grpc"))
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block + CALLS_END],
+        env=mesh.environ,
+        cwd=mesh.root,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert '"finished": {' in done.stdout  # grpcurl
+    assert '"simulated":true' in done.stdout  # curl
+
+
+def test_generate_streams_text_and_says_that_it_is_simulated(mesh: LocalMesh) -> None:
+    done = mesh.run("generate", "Hello", "--max-tokens", "8", "--temperature", "0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert LABEL in done.stderr
+    whole = mesh.run("generate", "Hello", "--max-tokens", "8", "--temperature", "0", "--no-stream")
+    assert whole.stdout == done.stdout
+    assert LABEL in whole.stderr
+
+
+def test_generate_reads_standard_input_and_prints_json(mesh: LocalMesh) -> None:
+    done = type_in(mesh, "generate", "-", "--json", "--max-tokens", "4", text="Hello")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["simulated"] is True
+    assert answer["usage"]["completionTokens"] == 4
+
+
+def test_a_json_schema_is_followed(mesh: LocalMesh, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"n": {"type": "integer"}}}')
+    done = mesh.run("generate", "Hello", "--json-schema", str(schema), "--max-tokens", "200")
+    assert done.returncode == 0, done.stderr
+    assert isinstance(json.loads(done.stdout), dict)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (("--temperature", "9"), 4, ("INVALID_ARGUMENT", "sampling.temperature")),
+        (("--model", "nope"), 4, ("NOT_FOUND",)),
+        (("--timeout", "0.02"), 6, ("DEADLINE_EXCEEDED",)),
+        (("--class", "urgent"), 2, ("critical, interactive",)),
+        (("--max-tokens", "0"), 2, ("max-tokens",)),
+        (("--key-file", "/nowhere/key"), 2, ("/nowhere/key",)),
+        (("--endpoint", "127.0.0.1:1"), 3, ("nothing answers at 127.0.0.1:1",)),
+        (("--config", "/nowhere/sluice.toml"), 2, ("/nowhere/sluice.toml",)),
+    ],
+)
+def test_a_refusal_is_one_line_and_a_documented_status(
+    mesh: LocalMesh, arguments: tuple[str, ...], status: int, words: tuple[str, ...]
+) -> None:
+    done = mesh.run("generate", "Hello", *arguments)
+    assert done.returncode == status, done.stderr
+    lines = [line for line in done.stderr.splitlines() if LABEL not in line]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: ")
+    assert all(word in lines[0] for word in words), lines[0]
+
+
+def test_a_wrong_key_is_refused_with_its_reason(mesh: LocalMesh) -> None:
+    mesh.environ["SLUICE_API_KEY"] = "sk-wrong"
+    try:
+        done = mesh.run("generate", "Hello")
+    finally:
+        del mesh.environ["SLUICE_API_KEY"]
+    assert done.returncode == 4
+    assert "UNAUTHENTICATED" in done.stderr
+
+
+def test_chat_sends_the_conversation_so_far(mesh: LocalMesh) -> None:
+    turns = "Hello\n\nHello\n/reset\nHello\n"
+    done = type_in(mesh, "chat", "--max-tokens", "6", "--temperature", "0", text=turns)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(LABEL) == 3
+    first = type_in(mesh, "chat", "--max-tokens", "6", "--temperature", "0", text="Hello\n")
+    # The simulated text is a function of the whole conversation: after /reset the first comes back.
+    assert done.stdout.startswith(first.stdout)
+    assert done.stdout.endswith(first.stdout)
+    assert done.stdout != first.stdout * 3
+
+
+def test_models_lists_what_is_served(mesh: LocalMesh) -> None:
+    done = mesh.run("models")
+    assert done.returncode == 0, done.stderr
+    assert "smollm2-135m-instruct (default)" in done.stdout
+    assert "embeds (384 dimensions)" in done.stdout
+
+
+def test_status_shows_the_load_of_each_instance(mesh: LocalMesh) -> None:
+    done = mesh.run("status")
+    assert done.returncode == 0, done.stderr
+    for name in ("chat-0", "chat-1", "embed-0"):
+        lines = [line for line in done.stdout.splitlines() if line.startswith(name)]
+        assert len(lines) == 2, done.stdout
+        assert "SIMULATED" in lines[1]
+    assert "Answers of this mesh are SIMULATED." in done.stdout
+
+
+def call_instance(mesh: LocalMesh, grant: str) -> subprocess.CompletedProcess[str]:
+    work = (
+        '"work": {"requestId": "debug", "input": {"text": "Hello"}, "sampling": {"maxTokens": 2}}'
+    )
+    body = f'{{{work}, "grant": {grant}}}' if grant else f"{{{work}}}"
+    address = mesh.record("chat-0").ports["api"]
+    grpcurl = shlex.quote(str(Path(sys.executable).with_name("grpcurl")))
+    return subprocess.run(
+        ["bash", "-c", f"{grpcurl} -plaintext -d @ {address} {SERVICE}/Generate"],
+        input=body,
+        env=mesh.environ,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+SERVICE = "sluice.inference.v1.InferenceService"
+
+
+def test_a_grant_opens_an_instance_that_is_closed_without_it(mesh: LocalMesh) -> None:
+    without = call_instance(mesh, "")
+    assert "PermissionDenied" in without.stderr
+    granted = mesh.run("grant", "--instance", "chat-0", "--ttl", "60")
+    assert granted.returncode == 0, granted.stderr
+    done = call_instance(mesh, granted.stdout)
+    assert done.returncode == 0, done.stderr
+    assert '"ended"' in done.stdout
+    other = mesh.run("grant", "--instance", "chat-1")
+    assert "PermissionDenied" in call_instance(mesh, other.stdout).stderr
+
+
+def test_every_setting_is_printed_with_its_default_and_range(mesh: LocalMesh) -> None:
+    done = mesh.run("config")
+    assert done.returncode == 0, done.stderr
+    for section in ("mesh", "local", "envoy", "scheduler", "execution", "inference"):
+        assert f"[{section}]" in done.stdout
+    assert "SLUICE_ENVOY_PORT" in done.stdout
+    assert f"port = {mesh.port}  (environment; default 8080;  1 to 65535" in done.stdout
+
+
+def test_logs_are_readable_lines(mesh: LocalMesh) -> None:
+    done = mesh.run("logs", "scheduler")
+    assert done.returncode == 0, done.stderr
+    assert " INFO " in done.stdout
+    missing = mesh.run("logs", "nobody")
+    assert missing.returncode == 2
+    assert "chat-0" in missing.stderr
+
+
+@pytest.mark.parametrize("name", ["scheduler", "execution", "chat-0", "envoy"])
+def test_the_mesh_answers_again_after_a_process_was_killed(mesh: LocalMesh, name: str) -> None:
+    killed = mesh.record(name).pid
+    kill(killed)
+    until(lambda: mesh.record(name).pid not in (0, killed), f"{name} is started again")
+
+    def answers() -> bool:
+        done = mesh.run("generate", "Hello", "--max-tokens", "2", "--timeout", "5")
+        return done.returncode == 0
+
+    until(answers, "an answer", limit_s=40)
