@@ -1,0 +1,35 @@
+"""Reading a refusal: code, reason, field and retry delay. Usage: .venv/bin/python examples/errors.py."""
+
+import os
+from pathlib import Path
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
+
+address = os.environ.get("SLUICE_ADDRESS", "localhost:8080")
+key = Path(os.environ.get("SLUICE_KEY_FILE", ".sluice/api-key")).read_text().strip()
+
+request = generate_pb2.GenerateTextRequest(prompt="Hello")
+request.sampling.temperature = 9.0  # out of range
+
+with grpc.insecure_channel(address) as channel:
+    stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+    try:
+        stub.GenerateText(request, metadata=[("authorization", f"Bearer {key}")], timeout=60)
+    except grpc.RpcError as error:
+        print(f"code: {error.code().name}")
+        status = rpc_status.from_call(error)
+        for detail in status.details if status is not None else ():
+            info = error_details_pb2.ErrorInfo()
+            fields = error_details_pb2.BadRequest()
+            retry = error_details_pb2.RetryInfo()
+            if detail.Unpack(info):
+                print(f"reason: {info.reason}")
+            elif detail.Unpack(fields):
+                for violation in fields.field_violations:
+                    print(f"field: {violation.field}: {violation.description}")
+            elif detail.Unpack(retry):
+                print(f"retry after: {retry.retry_delay.ToSeconds()} s")

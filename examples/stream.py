@@ -1,0 +1,32 @@
+"""A streamed answer with the Python stub. Usage: .venv/bin/python examples/stream.py ["question"]."""
+
+import os
+import sys
+from pathlib import Path
+
+import grpc
+
+from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
+
+address = os.environ.get("SLUICE_ADDRESS", "localhost:8080")
+key = Path(os.environ.get("SLUICE_KEY_FILE", ".sluice/api-key")).read_text().strip()
+question = sys.argv[1] if len(sys.argv) > 1 else "What is the capital of France?"
+
+request = generate_pb2.GenerateRequest(prompt=question)
+request.sampling.max_tokens = 64
+request.sampling.temperature = 0.0
+
+with grpc.insecure_channel(address) as channel:
+    stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+    try:
+        # The deadline travels with the call: past it nothing is computed any more.
+        stream = stub.Generate(request, metadata=[("authorization", f"Bearer {key}")], timeout=60)
+        for message in stream:
+            if message.HasField("delta"):
+                print(message.delta.text, end="", flush=True)
+            elif message.HasField("finished"):
+                usage = message.finished.usage
+                label = " (SIMULATED)" if message.finished.simulated else ""
+                print(f"\n[{usage.completion_tokens} tokens on {message.finished.instance}{label}]")
+    except grpc.RpcError as error:
+        sys.exit(f"{error.code().name}: {error.details()}")
