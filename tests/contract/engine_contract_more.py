@@ -138,6 +138,16 @@ class ContinuationContract:
         for cut in cuts_of(harness, whole):
             await assert_continues(harness, whole, sampling, cut)
 
+    async def test_an_output_that_a_stop_token_ended_is_continued_at_every_cut(
+        self, harness: EngineHarness
+    ) -> None:
+        plain = await generate(harness, PROMPT, GREEDY)
+        sampling = replace(GREEDY, stop_token_ids=(plain.sink.token_ids()[9],))
+        whole = await generate(harness, PROMPT, sampling)
+        assert whole.sink.reason() is FinishReason.STOP
+        for cut in cuts_of(harness, whole):
+            await assert_continues(harness, whole, sampling, cut)
+
     async def test_unseeded_sampling_with_a_repetition_penalty_is_continued(
         self, harness: EngineHarness
     ) -> None:

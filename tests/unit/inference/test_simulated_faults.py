@@ -60,6 +60,17 @@ def test_a_stop_string_is_found_in_a_reply_however_it_is_cut(
     run_virtual(scenario())
 
 
+def test_a_stop_token_in_a_reply_counts_after_min_tokens_only(run_virtual: Virtual) -> None:
+    async def scenario() -> None:
+        made = await engine(PROFILE, Fault(reply="abcabc", reply_bytes=True))
+        sampling = replace(LONG, stop_token_ids=(ord("a"),), min_tokens=2)
+        sink = await reply(made, sampling=sampling)
+        assert sink.text() == "abc"
+        assert sink.output_end().stop_token_id == ord("a")
+
+    run_virtual(scenario())
+
+
 @pytest.mark.parametrize("after", [0, 3])
 def test_it_hangs_until_it_is_aborted(run_virtual: Virtual, after: int) -> None:
     async def scenario() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from inference_svc.adapters.simulated_kv import KvHold, KvMemory
 
-BLOCKS = 12
+BLOCKS = 7  # few, so that takes are often refused
 STEPS = st.lists(
     st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 3), st.integers(1, 4)),
     max_size=60,
@@ -66,6 +66,17 @@ def test_a_cached_block_is_given_away_when_memory_is_needed_oldest_first() -> No
     assert [memory.found([key]) for key in (1, 2, 3)] == [1, 1, 1]
     assert memory.take(KvHold(), (), 2)
     assert [memory.found([key]) for key in (1, 2, 3)] == [0, 1, 1]
+
+
+def test_cached_blocks_that_are_taken_again_count_against_the_memory() -> None:
+    memory = KvMemory(2 * 16, 16, prefix_cache=True)
+    hold = KvHold()
+    assert memory.take(hold, (), 1)
+    memory.publish(hold, [1])
+    memory.free(hold)
+    assert not memory.take(hold, (1,), 2)
+    assert memory.used == 0
+    assert memory.take(hold, (1,), 1)
 
 
 def test_nothing_is_found_where_the_cache_is_off() -> None:
