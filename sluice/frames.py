@@ -196,6 +196,7 @@ class FrameWriter(Generic[Out]):
                     self._waiter = loop.create_future()
                     await self._waiter
         finally:
+            self.writing_since = None
             self._waiter = None
             self._timer.cancel()
 

@@ -26,6 +26,7 @@ from sluice import logs, telemetry_names
 from sluice.deadline import MethodDeadline
 from sluice.health import HEALTH_SERVICE, Component, Health, HealthServicer
 from sluice.interceptors import CallInterceptor
+from sluice.loop_lag import LoopLag
 from sluice.process import run, shutdown_requested
 from sluice.reflection import Reflection
 from sluice.server_limits import ServerLimits, server_options
@@ -158,6 +159,9 @@ async def serve_until_signalled(
     NOT_SERVING; after ``probe_lag_s`` ``on_drain`` closes the service's streams in-band and waits
     for open work, at most ``drain_grace_s`` seconds; the servers stop; telemetry is flushed.
     Returns the exit code: 0, also when the drain was cut off. The servers share one health."""
+    lag = LoopLag()
+    lag.start()
+    servers[0].telemetry.gauge(telemetry_names.LOOP_LAG, lag.read)
     await shutdown_requested()
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -176,6 +180,7 @@ async def serve_until_signalled(
     for telemetry in {id(s.telemetry): s.telemetry for s in servers}.values():
         with contextlib.suppress(Exception):
             await telemetry.shutdown()
+    lag.stop()
     log.info("stopped", drain_s=round(loop.time() - began, 3))
     return 0
 

@@ -136,6 +136,7 @@ class Telemetry:
         self._meter = None if meters is None else meters.get_meter("sluice")
         self._sample_ratio = sample_ratio
         self._random = random.Random()
+        self._reads: dict[str, list[Callable[[], Reading]]] = {}
 
     @classmethod
     def off(cls) -> Telemetry:
@@ -207,7 +208,8 @@ class Telemetry:
 
     def counter(self, metric: Metric, read: Callable[[], Reading]) -> None:
         """Exports a number that only grows. ``read`` runs in the SDK's thread, must be quick, only
-        reads, and returns a number or (number, labels) pairs."""
+        reads, and returns a number or (number, labels) pairs. What several ``read`` give for the
+        same labels is summed."""
         self._observe(metric, Kind.COUNTER, read)
 
     def gauge(self, metric: Metric, read: Callable[[], Reading]) -> None:
@@ -231,10 +233,17 @@ class Telemetry:
         _check(metric, kind)
         if self._meter is None:
             return
+        reads = self._reads.get(metric.name)
+        if reads is not None:
+            # Several parts of a process may feed one metric; the SDK would report it twice.
+            if read not in reads:
+                reads.append(read)
+            return
+        reads = self._reads[metric.name] = [read]
         bound = _Bound(metric)
 
         def callback(_: object) -> Iterable[Observation]:
-            return bound.observe(read)
+            return bound.observe(reads)
 
         create = (
             self._meter.create_observable_counter
@@ -290,16 +299,16 @@ class _Bound:
     def labels(self, labels: Labels) -> dict[str, str]:
         return dict(zip(self._metric.labels, self.key(labels), strict=True))
 
-    def observe(self, read: Callable[[], Reading]) -> list[Observation]:
+    def observe(self, reads: Iterable[Callable[[], Reading]]) -> list[Observation]:
         from opentelemetry.metrics import Observation
 
-        reading = self._read(read)
-        if isinstance(reading, int | float):
-            return [Observation(reading)]
         totals: dict[tuple[str, ...], int | float] = {}
-        for value, labels in reading:
-            key = self.key(labels)
-            totals[key] = totals.get(key, 0) + value
+        for read in reads:
+            reading = self._read(read)
+            pairs = [(reading, {})] if isinstance(reading, int | float) else reading
+            for value, labels in pairs:
+                key = self.key(labels)
+                totals[key] = totals.get(key, 0) + value
         names = self._metric.labels
         return [Observation(v, dict(zip(names, k, strict=True))) for k, v in totals.items()]
 

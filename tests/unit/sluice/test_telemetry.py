@@ -72,10 +72,10 @@ def test_label_combinations_are_bounded_and_the_rest_is_summed() -> None:
     bound = _Bound(_metric("x", "model", series_max=4))
     readings = [(1, {"model": f"m{n}"}) for n in range(10_000)]
     observed = {
-        str((o.attributes or {})["model"]): o.value for o in bound.observe(lambda: readings)
+        str((o.attributes or {})["model"]): o.value for o in bound.observe([lambda: readings])
     }
     assert observed == {"m0": 1, "m1": 1, "m2": 1, "m3": 1, OTHER: 9996}
-    assert len(bound.observe(lambda: readings)) == 5
+    assert len(bound.observe([lambda: readings])) == 5
 
 
 def test_a_reading_that_changes_under_the_reader_is_read_again() -> None:
@@ -88,8 +88,13 @@ def test_a_reading_that_changes_under_the_reader_is_read_again() -> None:
             raise RuntimeError("dictionary changed size during iteration")
         return iter([(7, {"a": "x"})])
 
-    assert [o.value for o in _Bound(_metric("x", "a")).observe(read)] == [7]
+    assert [o.value for o in _Bound(_metric("x", "a")).observe([read])] == [7]
     assert tries == 3
+
+
+def test_what_several_parts_of_a_process_read_is_summed() -> None:
+    reads = [lambda: 2, lambda: 3.5]
+    assert [o.value for o in _Bound(_metric("x")).observe(reads)] == [5.5]
 
 
 def test_a_metric_must_be_registered_and_of_its_kind() -> None:
