@@ -139,7 +139,7 @@ def render(envoy: EnvoySettings, mesh: MeshView) -> str:
         schedulers_static=all(_is_address(host) for host, _ in schedulers),
         otlp=otlp,
         otlp_static=otlp is not None and _is_address(otlp[0]),
-        trace_percent=round(mesh.trace_sample_ratio * 100, 4),
+        traced_per_million=round(mesh.trace_sample_ratio * 1e6),
         json_routes=routes,
         json_paths="|".join(sorted({re.escape(route.path) for route in routes})),
         cors_pattern="|".join(map(re.escape, envoy.cors_origins)),
@@ -191,7 +191,9 @@ def _at_most(limit: int) -> str:
     for place, digit in enumerate(digits):
         if digit != "0":
             rest = len(digits) - place - 1
-            parts.append(f"{digits[:place]}[0-{int(digit) - 1}]" + (f"[0-9]{{{rest}}}" if rest else ""))
+            parts.append(
+                f"{digits[:place]}[0-{int(digit) - 1}]" + (f"[0-9]{{{rest}}}" if rest else "")
+            )
     return "|".join(parts)
 
 
@@ -298,7 +300,9 @@ def _is_loopback(host: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Renders to a file, atomically; returns a process exit status."""
-    parser = argparse.ArgumentParser(prog="python -m sluice.edge", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m sluice.edge", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--target", type=Target, choices=list(Target), default=Target.LOCAL)
     parser.add_argument("--config", type=Path, help="sluice.toml; without it the defaults hold")
     parser.add_argument("--out", type=Path, required=True)

@@ -47,7 +47,9 @@ class EnvoySettings:
     schedulers: tuple[str, ...] = setting(
         ("127.0.0.1:50051",), ge=1, le=64, help="Public ports of the schedulers, host:port."
     )
-    upstream_connections_max: int = setting(1_024, unit="connections", ge=1, le=65_536)
+    upstream_connections_max: int = setting(
+        1_024, unit="connections", ge=1, le=65_536, help="Connections to schedulers."
+    )
     requests_max: int = setting(
         16_384, unit="requests", ge=1, le=1_000_000, help="Open requests; more is 503."
     )
@@ -55,11 +57,15 @@ class EnvoySettings:
     retry_body_bytes: int = setting(
         256 * _KIB, unit="bytes", ge=0, le=4 * _MIB, help="Longest body kept for a retry."
     )
-    health_interval_s: float = setting(0.5, unit="s", ge=0.1, le=60.0)
+    health_interval_s: float = setting(
+        0.4, unit="s", ge=0.1, le=60.0, help="Between health checks; two failed ones eject."
+    )
     keepalive_s: float = setting(
         30.0, unit="s", ge=1.0, le=600.0, help="Pings to a scheduler; it must permit them."
     )
-    keepalive_timeout_s: float = setting(10.0, unit="s", ge=1.0, le=60.0)
+    keepalive_timeout_s: float = setting(
+        10.0, unit="s", ge=1.0, le=60.0, help="Until an unanswered ping ends its connection."
+    )
 
     body_bytes_max: int = setting(
         4 * _MIB, unit="bytes", ge=_KIB, le=64 * _MIB, help="JSON request body; more is 413."
@@ -70,8 +76,10 @@ class EnvoySettings:
     header_kib_max: int = setting(
         12, unit="KiB", ge=1, le=96, help="Request headers; below what a scheduler takes (16 KiB)."
     )
-    headers_max: int = setting(64, unit="headers", ge=16, le=1_000)
-    streams_per_connection_max: int = setting(1_024, unit="streams", ge=1, le=65_536)
+    headers_max: int = setting(64, unit="headers", ge=16, le=1_000, help="Request headers.")
+    streams_per_connection_max: int = setting(
+        1_024, unit="streams", ge=1, le=65_536, help="Open streams of a client connection."
+    )
     early_resets_max: int = setting(
         900,
         unit="streams",
@@ -79,13 +87,25 @@ class EnvoySettings:
         le=1_000_000,
         help="Streams that a connection may reset within a second of opening them; then it closes.",
     )
-    connections_max: int = setting(4_096, unit="connections", ge=1, le=1_000_000)
-    stream_window_bytes: int = setting(65_536, unit="bytes", ge=65_535, le=16 * _MIB)
-    connection_window_bytes: int = setting(_MIB, unit="bytes", ge=65_535, le=1 << 30)
+    connections_max: int = setting(
+        4_096, unit="connections", ge=1, le=1_000_000, help="Client connections; more are closed."
+    )
+    stream_window_bytes: int = setting(
+        65_536, unit="bytes", ge=65_535, le=16 * _MIB, help="HTTP/2 window of a stream, both sides."
+    )
+    connection_window_bytes: int = setting(
+        _MIB, unit="bytes", ge=65_535, le=1 << 30, help="HTTP/2 window of a client connection."
+    )
     upstream_connection_window_bytes: int = setting(
         256 * _MIB, unit="bytes", ge=_MIB, le=1 << 30, help="Holds 4,096 stalled streams at 64 KiB."
     )
-    buffer_bytes: int = setting(32 * _KIB, unit="bytes", ge=4 * _KIB, le=16 * _MIB)
+    buffer_bytes: int = setting(
+        32 * _KIB,
+        unit="bytes",
+        ge=4 * _KIB,
+        le=16 * _MIB,
+        help="Buffer of a connection, both sides; beyond it reading pauses.",
+    )
     heap_bytes_max: int = setting(
         512 * _MIB, unit="bytes", ge=64 * _MIB, le=1 << 40, help="Heap at which load is shed."
     )
@@ -96,7 +116,9 @@ class EnvoySettings:
     silence_limit_s: float = setting(
         900.0, unit="s", ge=1.0, le=86_400.0, help="A stream without a byte for this long ends."
     )
-    headers_timeout_s: float = setting(10.0, unit="s", ge=1.0, le=300.0)
+    headers_timeout_s: float = setting(
+        10.0, unit="s", ge=1.0, le=300.0, help="Until the headers of a request have arrived."
+    )
     request_timeout_s: float = setting(
         120.0, unit="s", ge=1.0, le=3_600.0, help="Until a request has arrived in full."
     )

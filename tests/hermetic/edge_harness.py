@@ -1,7 +1,7 @@
 """Starts the real Envoy and scripted schedulers as processes on free loopback ports.
 
-Each process belongs to a context manager that ends it; logs go to files under a temporary folder, so
-that a full pipe never stops a process, and are shown when a start fails.
+Each process belongs to a context manager that ends it; logs go to files under a temporary folder,
+so that a full pipe never stops a process, and are shown when a start fails.
 """
 
 from __future__ import annotations
@@ -62,16 +62,18 @@ class Stub:
     def control(self, **command: Any) -> dict[str, int]:
         """Its counters; `serving=` sets its health."""
         with grpc.insecure_channel(self.address) as channel:
-            answer = channel.unary_unary(CONTROL)(json.dumps(command).encode(), timeout=5)
+            call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(CONTROL)
+            answer = call(json.dumps(command).encode(), timeout=5)
         counters: dict[str, int] = json.loads(answer)
         return counters
 
 
 @contextmanager
-def stub(name: str = "a", port: int = 0) -> Iterator[Stub]:
+def stub(name: str = "a", port: int = 0, *options: str) -> Iterator[Stub]:
     """A scripted scheduler for the time of the block."""
+    command = [sys.executable, "-m", "tests.hermetic.edge_stub", "--port", str(port)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.hermetic.edge_stub", "--port", str(port), "--name", name],
+        [*command, "--name", name, *options],
         stdout=subprocess.PIPE,
         cwd=ROOT,
     )

@@ -1,17 +1,17 @@
 """A scheduler for tests of the edge only: a real gRPC server whose answers the prompt scripts.
 
-Run as a process: ``python -m tests.hermetic.edge_stub --port 0 --name a`` prints its port and serves
-until it is told to end. A prompt is a JSON object with ``op``:
+Run as a process: ``python -m tests.hermetic.edge_stub --port 0 --name a`` prints its port and
+serves until it is told to end. A prompt is a JSON object with ``op``:
 
 * ``echo``: answers with what arrived (metadata, remaining time, prompt bytes) as JSON text;
-* ``fail``: ends with ``code``, with details and ``retry-after`` trailer if ``retry_after`` is given;
-  with ``initial`` response headers leave before;
+* ``fail``: ends with ``code`` and details, and a ``retry-after`` trailer if ``retry_after`` is
+  given; with ``initial`` response headers leave before;
 * ``stream``: ``count`` deltas of ``bytes`` each, ``pause_ms`` between them;
 * ``hang``: nothing until the caller goes away.
 
-``EmbedRequest.texts`` = ["n"] answers with n floats. Anything that is not a public method is answered
-with success and counted, so that a route which should not exist cannot pass for one that is not
-there. ``Control`` (a JSON call on the stub's own port) reads counters and sets the health.
+``EmbedRequest.texts`` = ["n"] answers with n floats. Anything that is not a public method is
+answered with success and counted, so that a route which should not exist cannot pass for one that
+is not there. ``Control`` (a JSON call on the stub's own port) reads counters and sets the health.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ from sluice.scheduler.v1 import (
     scheduler_pb2,  # noqa: F401 - reflection finds the service's file only when it is loaded
     scheduler_pb2_grpc,
 )
+from sluice.server_limits import ServerLimits, server_options
 
 CONTROL = "/test.Control/Call"
 PUBLIC = ("sluice.scheduler.v1.SchedulerService", "sluice.scheduler.v1.SchedulerAdminService")
-MESSAGE_BYTES = 6 << 20
-PINGS_PERMITTED_MS = 10_000
 
 
 def _status(code: grpc.StatusCode, reason: str, retry_after: float) -> status_pb2.Status:
@@ -98,9 +97,10 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             await self._fail(context, script)
         if script["op"] == "hang":
             await self._hang()
-        text = (
-            "x" * script["bytes"] if script["op"] == "text" else self._echo(context, request.prompt)
-        )
+        if script["op"] == "text":
+            text = "x" * int(script["bytes"])
+        else:
+            text = self._echo(context, request.prompt)
         return generate_pb2.GenerateTextResponse(text=text, instance=self.name)
 
     async def Generate(
@@ -166,22 +166,14 @@ class Rest(grpc.GenericRpcHandler):
         return b""
 
 
-async def serve(port: int, name: str) -> None:
+async def serve(port: int, name: str, limits: ServerLimits) -> None:
     """Serves on loopback until the process ends."""
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MESSAGE_BYTES * 4),
-            ("grpc.max_metadata_size", 16 << 10),
-            ("grpc.absolute_max_metadata_size", 16 << 10),
-            ("grpc.http2.min_ping_interval_without_data_ms", PINGS_PERMITTED_MS),
-            ("grpc.so_reuseport", 0),
-        ]
-    )
-    scheduler = Scheduler(name)
+    server = grpc.aio.server(options=server_options(limits))
+    scheduler = Scheduler(name)  # type: ignore[abstract]  # what tests do not call stays away
+    admin = Admin()  # type: ignore[abstract]
     servicer = health.aio.HealthServicer()
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(scheduler, server)
-    admin_pb2_grpc.add_SchedulerAdminServiceServicer_to_server(Admin(), server)
+    admin_pb2_grpc.add_SchedulerAdminServiceServicer_to_server(admin, server)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     reflection.enable_server_reflection((*PUBLIC, reflection.SERVICE_NAME), server)
     server.add_generic_rpc_handlers((Rest(scheduler, servicer),))
@@ -197,5 +189,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--name", default="a")
+    parser.add_argument("--ping-min-s", type=float, default=ServerLimits().ping_min_s)
     options = parser.parse_args()
-    asyncio.run(serve(options.port, options.name))
+    limits = ServerLimits(ping_min_s=options.ping_min_s)
+    asyncio.run(serve(options.port, options.name, limits))

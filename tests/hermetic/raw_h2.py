@@ -122,7 +122,7 @@ class RawH2:
         return fresh
 
     def outcome(self, stream: int, limit_s: float = 5.0) -> dict[str, Any]:
-        """Waits for the stream's end: headers and trailers in one, "data", and "reset" if it was."""
+        """Waits for the stream's end: headers, trailers, "data", and "reset" if it was."""
         end = time.monotonic() + limit_s
         while True:
             mine = [e for e in self.events if getattr(e, "stream_id", None) == stream]
@@ -134,7 +134,7 @@ class RawH2:
         result: dict[str, Any] = {"data": b""}
         for event in mine:
             if isinstance(event, h2.events.ResponseReceived | h2.events.TrailersReceived):
-                result.update(event.headers)
+                result.update((str(name), value) for name, value in event.headers)
             elif isinstance(event, h2.events.DataReceived):
                 result["data"] += event.data
             elif isinstance(event, h2.events.StreamReset):

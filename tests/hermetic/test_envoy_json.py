@@ -1,15 +1,20 @@
-"""JSON at the edge: the transcoder, its errors and its limits, with the real Envoy before a scripted scheduler."""
+"""JSON at the edge: the transcoder, its errors and its limits.
+
+With the real Envoy before a scripted scheduler.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from sluice.server_limits import ServerLimits
 from tests.hermetic.edge_harness import Edge, edge_with_stub, script
 
 MIB = 1 << 20
@@ -223,14 +228,19 @@ def test_a_body_is_taken_up_to_its_limit(
         assert json.loads(answer.json()["text"])["prompt_bytes"] == size - 13
 
 
-def test_a_large_answer_arrives_and_one_over_the_limit_is_an_error(shared: Edge) -> None:
-    limit = shared.settings.response_bytes_max
-    answer = post(shared, {"prompt": script("text", bytes=limit - 1_000)})
+def test_the_largest_answer_arrives(shared: Edge) -> None:
+    size = ServerLimits().message_bytes - 1_000
+    answer = post(shared, {"prompt": script("text", bytes=size)})
     assert answer.status_code == 200
-    assert len(answer.json()["text"]) == limit - 1_000
-    answer = post(shared, {"prompt": script("text", bytes=limit + 1_000)})
-    assert answer.status_code == 500
-    assert detail(answer, "ErrorInfo")["reason"] == "INTERNAL"
+    assert len(answer.json()["text"]) == size
+
+
+def test_an_answer_over_the_edges_limit_is_an_error(tmp_path: Path) -> None:
+    with edge_with_stub(tmp_path, response_bytes_max=MIB) as running:
+        assert post(running, {"prompt": script("text", bytes=MIB - 100)}).status_code == 200
+        answer = post(running, {"prompt": script("text", bytes=MIB + 100)})
+        assert answer.status_code == 500
+        assert detail(answer, "ErrorInfo")["reason"] == "INTERNAL"
 
 
 def test_checking_a_body_of_many_small_values_takes_little_time(shared: Edge) -> None:

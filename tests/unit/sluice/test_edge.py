@@ -1,4 +1,4 @@
-"""The rendering of Envoy's file: targets, refusals, and that its limits fit those of the services."""
+"""The rendering of Envoy's file: targets, refusals, and limits that fit those of the services."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def test_addresses_make_a_static_cluster_and_names_one_by_dns() -> None:
         return document["static_resources"]["clusters"][0]
 
     assert cluster("127.0.0.1:1", "[::1]:2")["type"] == "STATIC"
-    assert cluster("127.0.0.1:1", "scheduler:2")["type"] == "STRICT_DNS"
+    named = cluster("127.0.0.1:1", "scheduler:2")
+    assert named["cluster_type"]["name"] == "envoy.cluster.dns"
 
 
 @pytest.mark.parametrize("value", ["", "host", "host:", ":1", "host:0", "host:70000", "host:x"])
