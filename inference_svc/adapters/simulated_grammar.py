@@ -26,7 +26,7 @@ RULES_MAX = 512
 _TOKEN = re.compile(
     r"""\s+|\#[^\n]*|(?P<rule>[A-Za-z_][\w-]*)\s*::=|(?P<name>[A-Za-z_][\w-]*)"""
     r"""|(?P<literal>"(?:[^"\\\n]|\\.)*")|(?P<class>\[(?:[^\]\\]|\\.)+\])"""
-    r"""|(?P<count>\{\s*\d{1,4}\s*(?:,\s*(?:\d{1,4})?\s*)?\})|(?P<mark>[()|?*+])""",
+    r"""|(?P<count>\{\s*\d{1,4}\s*(?:,\s*(?:\d{1,4}\s*)?)?\})|(?P<mark>[()|?*+])""",
     re.DOTALL,
 )
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", '"': '"', "\\": "\\"}
@@ -71,10 +71,7 @@ def grammar_text(grammar: str, picker: Picker) -> str:
     rules = _Reader(grammar).rules()
     if "root" not in rules:
         raise FormError("has no rule named root")
-    heights = _heights(rules)
-    if heights["root"] >= ENDLESS:
-        raise FormError("has a root rule that never ends")
-    return bounded(_write(rules["root"], rules, heights, picker))
+    return _Text(rules, picker).rule("root")
 
 
 class _Reader:
@@ -189,7 +186,8 @@ def _heights(rules: Mapping[str, _Node]) -> dict[str, int]:
     if not set().union(*map(_names, rules.values())) <= set(rules):
         raise FormError("uses a rule that it does not define")
     heights = dict.fromkeys(rules, ENDLESS)
-    for _ in rules:  # a height is final after at most as many rounds as there are rules
+    # After so many rounds all heights up to the depth that is allowed are final.
+    for _ in range(DEPTH_MAX + 1):
         before = dict(heights)
         for name, node in rules.items():
             heights[name] = _height(node, heights)
@@ -198,26 +196,40 @@ def _heights(rules: Mapping[str, _Node]) -> dict[str, int]:
     return heights
 
 
-def _write(
-    node: _Node, rules: Mapping[str, _Node], heights: Mapping[str, int], picker: Picker
-) -> str:
-    if isinstance(node, _Literal):
-        return node.text
-    if isinstance(node, _Class):
-        return regex_text(node.expression, picker)
-    if isinstance(node, _Name):
-        if heights[node.name] > DEPTH_MAX:
-            raise FormError(f"is nested deeper than {DEPTH_MAX}")
-        return _write(rules[node.name], rules, heights, picker)
-    if isinstance(node, _Repeat):
-        if not node.least:
-            return ""
-        return repeated(_write(node.part, rules, heights, picker), node.least)
-    if isinstance(node, _Sequence):
-        text = ""
-        for part in node.parts:
-            text = bounded(text + _write(part, rules, heights, picker))
-        return text
-    least = min(_height(branch, heights) for branch in node.branches)
-    shortest = [branch for branch in node.branches if _height(branch, heights) == least]
-    return _write(shortest[picker.pick(len(shortest))], rules, heights, picker)
+class _Text:
+    """Writes nodes; each rule is written once, or rules that use each other twice would take time
+    that doubles with each of them."""
+
+    def __init__(self, rules: Mapping[str, _Node], picker: Picker) -> None:
+        self._rules = rules
+        self._heights = _heights(rules)
+        self._picker = picker
+        self._written: dict[str, str] = {}
+
+    def rule(self, name: str) -> str:
+        if self._heights[name] > DEPTH_MAX:
+            raise FormError(f"has a rule that never ends, or is nested deeper than {DEPTH_MAX}")
+        if name not in self._written:
+            self._written[name] = bounded(self._node(self._rules[name]))
+        return self._written[name]
+
+    def _node(self, node: _Node) -> str:
+        if isinstance(node, _Literal):
+            return node.text
+        if isinstance(node, _Class):
+            return regex_text(node.expression, self._picker)
+        if isinstance(node, _Name):
+            return self.rule(node.name)
+        if isinstance(node, _Repeat):
+            return repeated(self._node(node.part), node.least) if node.least else ""
+        if isinstance(node, _Sequence):
+            text = ""
+            for part in node.parts:
+                text = bounded(text + self._node(part))
+            return text
+        heights = [_height(branch, self._heights) for branch in node.branches]
+        least = min(heights)
+        shortest = [
+            branch for branch, height in zip(node.branches, heights, strict=True) if height == least
+        ]
+        return self._node(shortest[self._picker.pick(len(shortest))])

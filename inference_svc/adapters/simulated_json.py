@@ -16,6 +16,7 @@ from inference_svc.adapters.simulated_forms import DEPTH_MAX, FormError, Picker,
 from inference_svc.adapters.simulated_regex import WORD, regex_text
 
 ITEMS_MAX = 1_000
+PARTS_MAX = 2_000
 TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
 Json = object
 Schema = Mapping[str, Json]
@@ -86,13 +87,11 @@ class _Maker:
     def __init__(self, root: Schema, picker: Picker) -> None:
         self._root = root
         self._picker = picker
-        self._values = 0
+        self._parts = 0
 
     def value(self, schema: Json, depth: int) -> Json:
         """A valid value for a schema; objects and arrays below it as small as allowed."""
-        self._values += 1
-        if depth > DEPTH_MAX or self._values > ITEMS_MAX:
-            raise FormError(f"asks for more than {ITEMS_MAX} values or {DEPTH_MAX} levels")
+        self._count(depth)
         if schema is True:
             return {}
         if not isinstance(schema, dict):
@@ -111,6 +110,12 @@ class _Maker:
             return self._listed(schema)
         return self._typed(schema, depth)
 
+    def _count(self, depth: int) -> None:
+        """Bounds the work: values made, and schemas joined on the way."""
+        self._parts += 1
+        if depth > DEPTH_MAX or self._parts > PARTS_MAX:
+            raise FormError(f"asks for more than {PARTS_MAX} parts or {DEPTH_MAX} levels")
+
     def _listed(self, schema: Schema) -> Json:
         """One of the values that a schema lists."""
         if (_UNDERSTOOD & set(schema)) - {"type", "const", "enum"}:
@@ -120,6 +125,8 @@ class _Maker:
             values = [value for value in values if value == schema["const"]]
         if "type" in schema:
             kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+            if len(kinds) > len(TYPES):
+                raise FormError("has more types than JSON has")
             values = [value for value in values if any(kind in kinds for kind in _type_of(value))]
         if not values:
             raise FormError("lists no value of its type")
@@ -127,7 +134,8 @@ class _Maker:
 
     def _merged(self, schema: Schema, depth: int) -> Schema:
         """A schema with its references followed and its allOf joined in."""
-        for _ in range(DEPTH_MAX):
+        while True:
+            self._count(depth)
             if "$ref" in schema:
                 rest = {key: part for key, part in schema.items() if key != "$ref"}
                 schema = _joined(self._resolved(schema["$ref"]), rest)
@@ -135,11 +143,9 @@ class _Maker:
                 parts = _list(schema, "allOf")
                 schema = {key: part for key, part in schema.items() if key != "allOf"}
                 for part in parts:
-                    merged = self._merged(_object(part), depth + 1) if depth < DEPTH_MAX else {}
-                    schema = _joined(schema, merged)
+                    schema = _joined(schema, self._merged(_object(part), depth + 1))
             else:
                 return schema
-        raise FormError("has references that never end")
 
     def _resolved(self, reference: Json) -> Schema:
         if not isinstance(reference, str) or not reference.startswith("#"):
@@ -183,12 +189,13 @@ class _Maker:
         required = [name for name in _list(schema, "required") if isinstance(name, str)]
         if len(required) < len(_list(schema, "required")):
             raise FormError("requires a property whose name is not a string")
-        wanted = [name for name in properties if name in required]
+        named = set(required)
+        wanted = [name for name in properties if name in named]
         wanted += [name for name in required if name not in properties]
-        for name in properties:
-            if len(wanted) < _whole(schema, "minProperties", 0) and name not in wanted:
-                wanted.append(name)
-        if len(wanted) < _whole(schema, "minProperties", 0):
+        missing = max(_whole(schema, "minProperties", 0) - len(wanted), 0)
+        spare = [name for name in properties if name not in named][:missing]
+        wanted += spare
+        if len(spare) < missing:
             raise FormError("asks for more properties than it names")
         if schema.get("additionalProperties") is False and set(wanted) - set(properties):
             raise FormError("requires a property that it forbids")

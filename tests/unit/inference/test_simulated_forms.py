@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import time
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
@@ -240,6 +242,49 @@ def test_a_text_follows_its_grammar(grammar: str, expression: str) -> None:
 )
 def test_a_grammar_that_is_wrong_or_not_understood_is_refused(grammar: str) -> None:
     refused(ConstraintKind.GRAMMAR, grammar)
+
+
+# --- what would take for ever ---
+
+
+DOUBLING_RULES = "root ::= r0 r0\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(40))
+DOUBLING_PARTS = {
+    f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]}
+    for i in range(40)
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (ConstraintKind.GRAMMAR, DOUBLING_RULES + 'r40 ::= ""'),
+        (ConstraintKind.GRAMMAR, "root ::= a{1," + " " * 60_000),
+        (
+            ConstraintKind.GRAMMAR,
+            "".join(f"r{i} ::= r{i + 1}\n" for i in range(500)) + "root ::= r0",
+        ),
+        (
+            ConstraintKind.JSON_SCHEMA,
+            json.dumps({"$ref": "#/$defs/d0", "$defs": {**DOUBLING_PARTS, "d40": {}}}),
+        ),
+        (
+            ConstraintKind.JSON_SCHEMA,
+            json.dumps({"type": "array", "minItems": 900, "items": {"$ref": "#"}}),
+        ),
+        (
+            ConstraintKind.JSON_SCHEMA,
+            json.dumps({"enum": [1] * 9_000, "type": ["string"] * 5_000}),
+        ),
+        (ConstraintKind.REGEX, "[^\\x00-\\uffff]" * 250),
+        (ConstraintKind.REGEX, "(a*)*" * 800),
+        (ConstraintKind.REGEX, "(" * 40 + "a{9}" + "){9}" * 40),
+    ],
+)
+def test_no_constraint_takes_long(kind: ConstraintKind, text: str) -> None:
+    start = time.process_time()
+    with contextlib.suppress(SluiceError):
+        form(kind, text)
+    assert time.process_time() - start < 2.0  # some 100 ms, and doubling would take for ever
 
 
 # --- choices and objects ---
