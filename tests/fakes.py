@@ -74,6 +74,7 @@ class FakeEngine:
     context_tokens: int = 1024
     fingerprint: str = "fake-1"
     embeds: bool = True
+    generates: bool = True
     start_error: Exception | None = None
     render: asyncio.Event | None = None
     paused: bool = False
@@ -114,7 +115,7 @@ class FakeEngine:
             fingerprint=self.fingerprint,
             engine="fake 1",
             simulated=True,
-            generate=True,
+            generate=self.generates,
             embed=self.embeds,
             chat=True,
             structured_output=False,

@@ -194,7 +194,7 @@ class InstanceLink:
         if span is None:
             return
         if kind == "rejected":
-            span.end(inference_pb2.RejectReason.Name(event.rejected.reason))
+            span.end(_reject_name(event.rejected.reason))
         elif any(
             output.finish_reason == result_pb2.FINISH_REASON_ERROR for output in event.ended.outputs
         ):
@@ -251,3 +251,8 @@ def _breaks(error: BaseException) -> Iterator[FrameBroken]:
     elif isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from _breaks(inner)
+
+
+def _reject_name(reason: int) -> str:
+    known = inference_pb2.RejectReason.DESCRIPTOR.values_by_number.get(reason)
+    return "REJECT_REASON_UNKNOWN" if known is None else known.name

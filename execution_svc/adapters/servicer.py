@@ -7,8 +7,8 @@ the server's interceptor turns them into statuses.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc.aio
@@ -45,8 +45,9 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         self._telemetry = telemetry
         self._counts = counts
         self._streams: set[SchedulerStream] = set()
-        self._streams_gone = asyncio.Event()
-        self._streams_gone.set()
+        self._open_calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._draining = False
 
     async def Execute(  # type: ignore[override]
@@ -57,22 +58,24 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         ],
     ) -> None:
         self._admit(request.instance)
+        timeout_s = _budget()
         span = self._span(request.work.request_id, request.instance.name)
         messages = self._instances.generate(
             request.instance.address,
             inference_pb2.GenerateRequest(work=request.work, grant=request.grant),
-            timeout_s=_budget(),
+            timeout_s=timeout_s,
             traceparent=span.traceparent,
         )
         error: str | None = "CANCELLED"
         try:
-            async with aclosing(messages):
-                async for message in messages:
-                    await context.write(
-                        execution_pb2.ExecuteResponse(
-                            instance=request.instance.name, response=message
+            with self._working():
+                async with aclosing(messages):
+                    async for message in messages:
+                        await context.write(
+                            execution_pb2.ExecuteResponse(
+                                instance=request.instance.name, response=message
+                            )
                         )
-                    )
             error = None
         except SluiceError as failure:
             error = failure.reason
@@ -93,13 +96,11 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             server_connection(context), self._instances, self._telemetry, self._counts
         )
         self._streams.add(stream)
-        self._streams_gone.clear()
         try:
-            await stream.run()
+            with self._working():
+                await stream.run()
         finally:
             self._streams.discard(stream)
-            if not self._streams:
-                self._streams_gone.set()
 
     async def ExecuteEmbed(
         self,
@@ -109,15 +110,17 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         ],
     ) -> execution_pb2.ExecuteEmbedResponse:
         self._admit(request.instance)
+        timeout_s = _budget()
         span = self._span(request.request.request_id, request.instance.name)
         error: str | None = "CANCELLED"
         try:
-            response = await self._instances.embed(
-                request.instance.address,
-                request.request,
-                timeout_s=_budget(),
-                traceparent=span.traceparent,
-            )
+            with self._working():
+                response = await self._instances.embed(
+                    request.instance.address,
+                    request.request,
+                    timeout_s=timeout_s,
+                    traceparent=span.traceparent,
+                )
             error = None
         except SluiceError as failure:
             error = failure.reason
@@ -143,12 +146,24 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         return len(self._streams)
 
     async def drain(self) -> None:
-        """Starts nothing more, tells all schedulers, and waits until they have half-closed.
-        Unbounded: the caller sets a limit."""
+        """Starts nothing more, tells all schedulers, and waits until they have half-closed and all
+        plain calls have ended. Unbounded: the caller sets a limit."""
         self._draining = True
         for stream in self._streams:
             stream.drain()
-        await self._streams_gone.wait()
+        await self._idle.wait()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Counts a call as work that a drain waits for."""
+        self._open_calls += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._open_calls -= 1
+            if self._open_calls == 0:
+                self._idle.set()
 
     def _admit(self, instance: execution_pb2.InstanceRef) -> None:
         if self._draining:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from inference_svc.domain.credit import Room
 from inference_svc.ports import Engine, ModelDescription
 from sluice import logs
-from sluice.errors import unavailable
+from sluice.errors import failed_precondition, unavailable
 from sluice.ids import new_epoch
 
 log = logs.get(__name__)
@@ -76,6 +76,13 @@ class EngineHost:
                 retry_after_s=NOT_READY_RETRY_S,
             )
         return self._engine
+
+    def generator(self) -> Engine:
+        """:meth:`engine`, if its model generates; otherwise FAILED_PRECONDITION."""
+        engine = self.engine()
+        if not self.model().generate:
+            raise failed_precondition("CANNOT_GENERATE", "This model does not generate text.")
+        return engine
 
     def model(self) -> ModelDescription:
         """What it serves. UNAVAILABLE before the first engine is loaded."""

@@ -110,7 +110,8 @@ class FrameStream:
         finally:
             unwatch()
             self._abort_all()
-            self._slots.clear()
+            for slot in list(self._slots.values()):  # the engine's own ends come too late now
+                self._close(slot, result_pb2.FINISH_REASON_CANCELLED)
             self._instance.room.leave(self._number)
 
     def end(self, error: SluiceError) -> None:
@@ -162,7 +163,7 @@ class FrameStream:
         for cancel in frame.cancels:
             slot = self._slots.get(cancel.slot)
             if slot is not None and slot.attempt == cancel.attempt:
-                self._abort(slot, cancel.reason)
+                self._abort(slot, _abort_reason(cancel.reason))
         if frame.HasField("demand"):
             demand = Room(frame.demand.sequences, frame.demand.kv_tokens)
             self._instance.room.demand(self._number, demand)
@@ -175,8 +176,6 @@ class FrameStream:
         """Takes a start up or rejects it; the rendering of its prompt goes on in a task."""
         try:
             engine, spec = self._admit(start)
-            if not start.HasField("remaining"):
-                raise invalid("remaining", "is required")
         except SluiceError as error:
             self._reject(start.slot, start.attempt, _reject_reason(error), error)
             return
@@ -206,16 +205,18 @@ class FrameStream:
         slot.task = self._renders.create_task(self._render(slot, engine, spec))
 
     def _admit(self, start: inference_pb2.Start) -> tuple[Engine, GenerateSpec]:
-        """Everything that can be said without rendering the prompt, the cheap things first but
-        for the grant: who has none learns nothing else."""
+        """Everything that can be said without rendering the prompt. The grant comes first: who has
+        none learns nothing about the work."""
         if start.slot in self._slots:
             raise _RejectError(inference_pb2.REJECT_REASON_SLOT_BUSY)
         self._instance.verify(start.grant, start.work.request_id)
         if self._host.draining:
             raise _RejectError(inference_pb2.REJECT_REASON_DRAINING)
-        if start.HasField("remaining") and to_seconds(start.remaining) <= 0:
+        if not start.HasField("remaining"):
+            raise invalid("remaining", "is required")
+        if to_seconds(start.remaining) <= 0:
             raise _RejectError(inference_pb2.REJECT_REASON_EXPIRED)
-        engine = self._host.engine()
+        engine = self._host.generator()
         if len(self._slots) >= self._instance.room.credit(self._number).sequences:
             raise _RejectError(inference_pb2.REJECT_REASON_NO_ROOM)
         return engine, to_spec(start.work, self._host.served_names)
@@ -223,6 +224,8 @@ class FrameStream:
     async def _render(self, slot: Slot, engine: Engine, spec: GenerateSpec) -> None:
         try:
             prepared = await engine.prepare(spec)
+            if self._slots.get(slot.number) is not slot:
+                return  # aborted, and the engine did not let itself be interrupted
             tokens = len(prepared.prompt_token_ids)
             if spec.continuation is not None:
                 tokens += len(spec.continuation.output_token_ids)
@@ -332,6 +335,20 @@ def _reject_reason(error: SluiceError, spec: GenerateSpec | None = None) -> Reje
     ):
         return inference_pb2.REJECT_REASON_FINGERPRINT
     return _REJECT_REASONS.get(error.code, inference_pb2.REJECT_REASON_UNSPECIFIED)
+
+
+def _abort_reason(asked: WireReason) -> WireReason:
+    """What the end will say; a value that is no reason for a cancel counts as CANCELLED."""
+    return asked if asked in _ABORT_REASONS else result_pb2.FINISH_REASON_CANCELLED
+
+
+_ABORT_REASONS = frozenset(
+    {
+        result_pb2.FINISH_REASON_UNSPECIFIED,
+        result_pb2.FINISH_REASON_CANCELLED,
+        result_pb2.FINISH_REASON_DEADLINE,
+    }
+)
 
 
 def _first_reason(ended: inference_pb2.Ended) -> WireReason:

@@ -62,7 +62,7 @@ async def generate(
     instance.verify(request.grant, work.request_id)
     if instance.host.draining:
         raise unavailable("DRAINING", "This instance starts nothing more.")
-    engine = instance.host.engine()
+    engine = instance.host.generator()
     spec = to_spec(work, instance.host.served_names)
     loop = asyncio.get_running_loop()
     sink = _CallSink()

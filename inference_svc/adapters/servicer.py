@@ -7,8 +7,8 @@ Errors are raised as SluiceError; the server's interceptor turns them into statu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc.aio
@@ -43,8 +43,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._host = instance.host
         self._share = PlainShare(instance.room)
         self._streams: set[FrameStream] = set()
-        self._streams_gone = asyncio.Event()
-        self._streams_gone.set()
+        self._open_calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._embeds = 0
         self.load = LoadWatch(instance.host, gpus, lambda: len(self._streams))
 
@@ -55,9 +56,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             inference_pb2.GenerateRequest, inference_pb2.GenerateResponse
         ],
     ) -> None:
-        async with aclosing(plain_call.generate(self._instance, self._share, request)) as messages:
-            async for message in messages:
-                await context.write(message)
+        messages = plain_call.generate(self._instance, self._share, request)
+        with self._working():
+            async with aclosing(messages):
+                async for message in messages:
+                    await context.write(message)
 
     async def GenerateFrames(  # type: ignore[override]
         self,
@@ -68,9 +71,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise exhausted("TOO_MANY_STREAMS", "This instance has too many streams.", RETRY_S)
         stream = FrameStream(server_connection(context), self._instance)
         self._streams.add(stream)
-        self._streams_gone.clear()
         try:
-            await stream.run()
+            with self._working():
+                await stream.run()
         except* FrameBroken as breaks:
             for broken in breaks.exceptions:
                 if isinstance(broken, FrameBroken):
@@ -78,8 +81,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise
         finally:
             self._streams.discard(stream)
-            if not self._streams:
-                self._streams_gone.set()
 
     async def Embed(
         self,
@@ -99,7 +100,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise exhausted("NO_ROOM", "This instance has no room now.", RETRY_S)
         self._embeds += 1
         try:
-            vectors, tokens = await engine.embed(request.request_id, prompts)
+            with self._working():
+                vectors, tokens = await engine.embed(request.request_id, prompts)
         finally:
             self._embeds -= 1
         response = inference_pb2.EmbedResponse(simulated=self._host.simulated)
@@ -135,10 +137,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return len(self._streams)
 
     async def drain(self) -> None:
-        """Starts nothing more and waits until all peers have half-closed. Unbounded: the caller
-        sets a limit."""
+        """Starts nothing more and waits until all peers have half-closed and all plain calls have
+        ended. Unbounded: the caller sets a limit."""
         self._host.drain()
-        await self._streams_gone.wait()
+        await self._idle.wait()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Counts a call as work that a drain waits for."""
+        self._open_calls += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._open_calls -= 1
+            if self._open_calls == 0:
+                self._idle.set()
 
     def stop(self) -> None:
         """Ends what is still open. Idempotent."""

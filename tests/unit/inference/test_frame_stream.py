@@ -173,6 +173,45 @@ async def test_cancels_of_a_frame_take_effect_before_its_starts() -> None:
 
 
 @scenario
+async def test_a_cancel_with_an_unknown_reason_is_a_cancel() -> None:
+    async with bench() as b:
+        peer = b.open()
+        await peer.send(*(make_start(slot, max_tokens=500) for slot in (1, 2)))
+        await peer.until(lambda: peer.deltas)
+        await peer.send(cancels=((1, 1),), reason=99)  # type: ignore[arg-type]
+        await peer.send(cancels=((2, 1),), reason=result_pb2.FINISH_REASON_STOP)
+        for slot in (1, 2):
+            ended = await peer.over(slot)
+            assert ended.outputs[0].finish_reason == result_pb2.FINISH_REASON_CANCELLED
+
+
+@scenario
+async def test_a_model_that_only_embeds_refuses_to_generate() -> None:
+    async with bench(FakeEngine(generates=False)) as b:
+        peer = b.open()
+        await peer.send(make_start(1))
+        refused = await peer.rejected(1)
+        assert refused.reason == inference_pb2.REJECT_REASON_INVALID
+        assert refused.status.code == Code.FAILED_PRECONDITION
+
+
+@scenario
+async def test_spans_and_timers_end_with_the_stream() -> None:
+    telemetry = FakeTelemetry()
+    async with bench(telemetry=telemetry) as b:
+        b.engine.paused = True
+        peer = b.open()
+        await peer.send(make_start(1, traceparent=SAMPLED, remaining_s=5000.0))
+        await peer.accepted(1)
+        peer.connection.cancel()
+        await asyncio.sleep(0.1)
+        assert [span.ends for span in telemetry.spans] == [1]
+        loop = asyncio.get_running_loop()
+        timers: list[asyncio.TimerHandle] = loop._scheduled  # type: ignore[attr-defined]
+        assert [t for t in timers if not t.cancelled() and t.when() > loop.time() + 100.0] == []
+
+
+@scenario
 async def test_a_yield_ends_with_an_unspecified_reason() -> None:
     async with bench() as b:
         peer = b.open()
