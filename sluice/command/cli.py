@@ -58,15 +58,22 @@ calls(app)
 show(app)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sluice {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
-    if version:
-        typer.echo(f"sluice {__version__}")
-        raise typer.Exit
+    """Options before the command; the version has printed itself."""
 
 
 def _engine(name: str) -> Engine | None:

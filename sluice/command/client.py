@@ -57,12 +57,19 @@ class MeshClient:
         self, request: generate_pb2.GenerateRequest, timeout_s: float
     ) -> Iterator[generate_pb2.GenerateResponse]:
         """Streams one generation; leaving the iterator early cancels it."""
+        complete = False
         with self._typed_errors():
             call = self._scheduler.Generate(request, timeout=timeout_s, metadata=self._metadata)
             try:
-                yield from call
+                for message in call:
+                    complete = message.HasField("finished")
+                    yield message
             finally:
                 cast("grpc.Call", call).cancel()
+        if not complete:
+            raise SluiceError(
+                Code.DATA_LOSS, "STREAM_CUT", "The stream ended without its last message."
+            )
 
     def generate_text(
         self, request: generate_pb2.GenerateTextRequest, timeout_s: float

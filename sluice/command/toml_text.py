@@ -47,7 +47,7 @@ def _is_table_list(value: object) -> bool:
 
 
 def _key(key: str) -> str:
-    return key if _BARE_KEY.fullmatch(key) else json.dumps(key)
+    return key if _BARE_KEY.fullmatch(key) else _value(key)
 
 
 def _value(value: object) -> str:

@@ -151,7 +151,7 @@ class Topology:
     @property
     def fingerprint(self) -> str:
         """Changes when anything that runs would run differently."""
-        parts = [self.config_text]
+        parts = [self.config_text, repr(self.envoy)]
         parts += [f"{p.name} {p.command} {sorted(p.env.items())}" for p in self.processes]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
