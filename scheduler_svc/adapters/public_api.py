@@ -96,8 +96,13 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         live, field = self._generation(request, context, whole=False)
         async with self._served(live, field):
             sequence = 0
-            while not live.over:
+            over = False
+            while not over:
                 await live.ready()
+                # Looked at once per round: what arrives during a write is of the next round.
+                over = live.over
+                if live.outcome is Outcome.SLOW_CONSUMER:
+                    break
                 now = self._loop.time()
                 messages = [started(live)] if live.started_due else []
                 live.started_due = False
