@@ -69,6 +69,7 @@ class FrameStream:
         )
         self._outbox = Outbox(self._writer.wake)
         self._slots: dict[int, Slot] = {}
+        self._kv_tokens_bound = 0
         self._renders: asyncio.TaskGroup | None = None
         self._received = 0
         self._sent = 0
@@ -83,7 +84,7 @@ class FrameStream:
         return Room(len(self._slots), sum(slot.kv_tokens for slot in self._slots.values()))
 
     def kv_tokens_bound(self) -> int:
-        return sum(slot.kv_tokens_bound for slot in self._slots.values())
+        return self._kv_tokens_bound
 
     def credit_changed(self, credit: Room) -> None:
         self._credit = credit
@@ -232,8 +233,8 @@ class FrameStream:
             if not self._instance.room.prompt_fits(self._number, tokens):
                 self._refuse(slot, inference_pb2.REJECT_REASON_NO_ROOM)
                 return
-            slot.prepared = prepared
-            slot.accepted_at = self._loop.time()
+            slot.admit(prepared, tokens, self._loop.time())
+            self._kv_tokens_bound += slot.kv_tokens_bound
             slot.running = engine.submit(prepared, slot)
         except Exception as failure:
             error = typed_error(failure, spec.request_id)
@@ -302,6 +303,7 @@ class FrameStream:
     def _close(self, slot: Slot, reason: WireReason) -> None:
         """The slot is free."""
         del self._slots[slot.number]
+        self._kv_tokens_bound -= slot.kv_tokens_bound
         if slot.timer is not None:
             slot.timer.cancel()
         if slot.span is not None:

@@ -70,7 +70,8 @@ class RoomKeeper:
     def demand(self, number: int, room: Room) -> None:
         """What a holder would hold if it could."""
         self._book.demand(number, room)
-        self._settle()
+        if len(self._holders) > 1 or self._book.owed:  # a lone holder has everything anyway
+            self._settle()
 
     def credit(self, number: int) -> Room:
         """What a holder may hold."""

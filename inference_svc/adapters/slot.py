@@ -46,9 +46,11 @@ class Slot:
         "accepted_in",
         "attempt",
         "first_at",
+        "kv_tokens_bound",
         "number",
         "outputs",
         "prepared",
+        "prompt_kv_tokens",
         "request_id",
         "running",
         "span",
@@ -72,6 +74,8 @@ class Slot:
         self._outbox = outbox
         self._on_end = on_end
         self.prepared: PreparedPrompt | None = None
+        self.prompt_kv_tokens = 0
+        self.kv_tokens_bound = 0  # the most that it can come to
         self.running: RunningRequest | None = None
         self.task: asyncio.Task[None] | None = None  # renders the prompt
         self.timer: asyncio.TimerHandle | None = None  # the deadline
@@ -112,27 +116,19 @@ class Slot:
         self.abort_reason = reason
         return True
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens in the KV cache before the first output of this attempt; 0 while rendering."""
-        if self.prepared is None:
-            return 0
-        continuation = self.prepared.spec.continuation
-        begun = len(continuation.output_token_ids) if continuation is not None else 0
-        return len(self.prepared.prompt_token_ids) + begun
+    def admit(self, prepared: PreparedPrompt, kv_tokens: int, now: float) -> None:
+        """The engine is about to take it; ``kv_tokens`` are those of its prompt and of what a
+        continuation brings."""
+        self.prepared = prepared
+        self.accepted_at = now
+        self.prompt_kv_tokens = kv_tokens
+        self.kv_tokens_bound = kv_tokens + prepared.max_output_tokens * self.outputs
 
     @property
     def kv_tokens(self) -> int:
         """KV tokens held now."""
         running = self.running
-        return self.prompt_tokens + (running.output_tokens if running is not None else 0)
-
-    @property
-    def kv_tokens_bound(self) -> int:
-        """The most KV tokens that it can come to."""
-        if self.prepared is None:
-            return 0
-        return self.prompt_tokens + self.prepared.max_output_tokens * self.outputs
+        return self.prompt_kv_tokens + (running.output_tokens if running is not None else 0)
 
     def to_finish_reason(self) -> FinishReason:
         """The abort's reason as the engine knows it: a yield is a cancel to it."""

@@ -471,6 +471,7 @@ async def test_a_new_engine_has_a_new_epoch_and_ends_the_streams_of_the_old_one(
 
 @scenario
 async def test_accepted_leaves_before_the_first_delta_also_when_the_peer_does_not_read() -> None:
+    """Seen to fail when the first delta does not seal the frame with its slot's `accepted`."""
     async with bench(FakeEngine(step_s=0.001)) as b:
         client: MemoryConnection[Request, Response]
         server: MemoryConnection[Response, Request]
@@ -478,6 +479,8 @@ async def test_accepted_leaves_before_the_first_delta_also_when_the_peer_does_no
         b.servers.append(asyncio.create_task(b._serve(server)))
         peer = Peer(client)
         b.peers.append(peer)
+        # One frame fills the way, and the next heartbeat waits for room in it.
+        await asyncio.sleep(1.5)
         await peer.send(*(make_start(slot, max_tokens=3) for slot in (1, 2, 3)))
         await asyncio.sleep(0.5)  # all have ended before anything is read
         peer.begin()
