@@ -16,7 +16,7 @@ connection: a half-sent frame has no meaning.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -212,7 +212,7 @@ class FrameWriter(Generic[Out]):
 
 async def read_frames(
     connection: FrameConnection[Any, In], silence_limit_s: float = SILENCE_LIMIT_S
-) -> AsyncIterator[In]:
+) -> AsyncGenerator[In, None]:
     """Yields the peer's frames in order until it half-closes. Raises FrameBroken, with SILENT when
     no frame comes within ``silence_limit_s`` seconds of waiting for one; the connection is then
     cancelled. Time that the consumer spends between two frames is not silence. Must be iterated
