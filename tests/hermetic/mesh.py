@@ -1,0 +1,427 @@
+"""A whole mesh for tests: Envoy, schedulers, executions and instances as real processes.
+
+`Mesh` starts the processes of a `Shape` straight from their modules, without the command and its
+supervisor, so that a test may have two of each, kill one and bring it back when it says so. The
+engine is the simulated one. What a mesh says of itself is read through its own interfaces only:
+health, `WatchLoad`, `WatchStatus`. On exit every process is ended; logs stay in the test's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+from google.protobuf import duration_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from sluice import edge
+from sluice.command import first_files
+from sluice.command.toml_text import dumps
+from sluice.edge_config import EnvoySettings
+from sluice.inference.v1 import inference_pb2, inference_pb2_grpc
+from sluice.mesh_config import MeshSettings
+from sluice.scheduler.v1 import admin_pb2, admin_pb2_grpc
+from tests.hermetic.local_mesh import ROOT, free_ports
+
+ENVOY = Path(sys.executable).with_name("envoy")
+READY_LIMIT_S = 40.0
+POLL_S = 0.02
+MODEL = "sim"
+
+# Steps short enough that tests are quick, long enough that a stream can be met in the middle.
+ENGINE: Mapping[str, object] = {"decode_step_ms": 5.0, "decode_step_ms_per_sequence": 0.0}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What runs, and with which settings."""
+
+    instances: Mapping[str, Mapping[str, object]] = field(default_factory=lambda: {"sim-0": {}})
+    """Name -> fields of its simulated profile, beside ENGINE. `model` is the served name."""
+    schedulers: int = 1
+    executions: int = 1
+    scheduler: Mapping[str, object] = field(default_factory=dict)
+    execution: Mapping[str, object] = field(default_factory=dict)
+    inference: Mapping[str, object] = field(default_factory=dict)
+    envoy: Mapping[str, Any] = field(default_factory=dict)
+    mesh: Mapping[str, Any] = field(default_factory=dict)
+    tenants: str = ""
+    """Appended to the tenants file."""
+
+
+@dataclass
+class Process:
+    """One process of a mesh."""
+
+    name: str
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    address: str
+    log: Path
+    running: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts it; nothing waits until it is ready."""
+        assert not self.alive, f"{self.name} runs already"
+        with self.log.open("ab") as log:
+            self.running = subprocess.Popen(
+                self.command,
+                env=dict(self.environ),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self.running is not None and self.running.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self.running is not None
+        return self.running.pid
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and waits until it is gone."""
+        assert self.running is not None
+        self.running.kill()
+        self.running.wait()
+
+    def ended(self, limit_s: float) -> int:
+        """Waits for its end; the exit status."""
+        assert self.running is not None
+        return self.running.wait(limit_s)
+
+    def text(self) -> str:
+        """Its log."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+@dataclass
+class Mesh:
+    """The processes of one mesh, by name: "envoy", "scheduler-0", "execution-0", instances."""
+
+    folder: Path
+    shape: Shape
+    processes: dict[str, Process]
+    envoy: EnvoySettings
+    api_key: str
+    admin_key: str
+    channels: dict[str, grpc.Channel] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Process:
+        return self.processes[name]
+
+    @property
+    def target(self) -> str:
+        """The edge, for gRPC."""
+        return f"127.0.0.1:{self.envoy.port}"
+
+    @property
+    def url(self) -> str:
+        """The edge, for HTTP."""
+        return f"http://{self.target}"
+
+    @property
+    def runtime(self) -> Path:
+        """Its runtime folder."""
+        return self.folder / "runtime"
+
+    @property
+    def schedulers(self) -> list[str]:
+        """Names of the schedulers."""
+        return [f"scheduler-{number}" for number in range(self.shape.schedulers)]
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a client with a key sends."""
+        return (("authorization", f"Bearer {self.api_key}"),)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The same for HTTP."""
+        return dict(self.metadata)
+
+    # What it says of itself. Blocking, each answer at once.
+
+    def channel(self, name: str) -> grpc.Channel:
+        """A connection to a process, for questions."""
+        if name not in self.channels:
+            options = (("grpc.max_reconnect_backoff_ms", 100), ("grpc.enable_http_proxy", 0))
+            self.channels[name] = grpc.insecure_channel(self[name].address, options)
+        return self.channels[name]
+
+    def serving(self, name: str) -> bool:
+        """Whether a service says that it serves."""
+        stub = health_pb2_grpc.HealthStub(self.channel(name))
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=2)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def load(self, name: str) -> inference_pb2.WatchLoadResponse:
+        """The load of an instance now, by its own report."""
+        stub = inference_pb2_grpc.InferenceServiceStub(self.channel(name))
+        call = stub.WatchLoad(inference_pb2.WatchLoadRequest(), timeout=5)
+        report: inference_pb2.WatchLoadResponse = next(call)
+        call.cancel()
+        return report
+
+    def in_engine(self, *names: str) -> int:
+        """Sequences that run or wait in the engines of these instances; of all without a name."""
+        loads = [self.load(name).engine for name in names or self.shape.instances]
+        return sum(load.running + load.waiting for load in loads)
+
+    def status(self, name: str = "scheduler-0") -> admin_pb2.WatchStatusResponse:
+        """The state of a scheduler now."""
+        stub = admin_pb2_grpc.SchedulerAdminServiceStub(self.channel(name))
+        call = stub.WatchStatus(
+            admin_pb2.WatchStatusRequest(interval=duration_pb2.Duration(seconds=60)),
+            metadata=(("authorization", f"Bearer {self.admin_key}"),),
+            timeout=5,
+        )
+        status: admin_pb2.WatchStatusResponse = next(call)
+        call.cancel()
+        return status
+
+    def waiting(self, name: str = "scheduler-0") -> int:
+        """Requests that wait in a scheduler's queue."""
+        return sum(entry.waiting for entry in self.status(name).classes)
+
+    def leftovers(self) -> list[str]:
+        """What is still held anywhere; empty when the mesh is idle."""
+        found = [f"{name}: in the engine" for name in self.shape.instances if self.in_engine(name)]
+        for name in self.schedulers:
+            status = self.status(name)
+            if status.open_streams:
+                found.append(f"{name}: {status.open_streams} open streams")
+            for entry in status.classes:
+                if entry.waiting or entry.running:
+                    found.append(f"{name}: class {entry.priority_class} has requests")
+            for instance in status.instances:
+                if instance.running or instance.kv_tokens:
+                    found.append(f"{name}: room held on {instance.name}")
+        return found
+
+    def reachable(self, name: str, among: Sequence[str] = ()) -> bool:
+        """Whether a scheduler may place work on every instance, or on those named."""
+        try:
+            known = {entry.name: entry for entry in self.status(name).instances}
+        except grpc.RpcError:
+            return False
+        return all(
+            instance in known
+            and known[instance].state == "serving"
+            and (
+                known[instance].credit_sequences > 0
+                or not self.shape.instances[instance].get("generate", True)
+            )
+            for instance in among or self.shape.instances
+        )
+
+    def edge_members(self) -> int:
+        """Schedulers that the edge finds healthy; -1 while it does not answer."""
+        url = f"http://127.0.0.1:{self.envoy.admin_port}/stats"
+        query = {"filter": "^cluster.scheduler.membership_healthy$"}
+        try:
+            text = httpx.get(url, params=query, timeout=2).text
+        except httpx.TransportError:
+            return -1
+        return int(text.rsplit(":", 1)[1]) if ":" in text else -1
+
+    # Waiting.
+
+    def until(
+        self, condition: Callable[[], Any], what: str, limit_s: float = READY_LIMIT_S
+    ) -> None:
+        """Waits for a condition over processes, whose state has no event to wait for."""
+        end = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < end, f"not within {limit_s} s: {what}\n{self.logs()}"
+            time.sleep(POLL_S)
+
+    def until_ready(self) -> None:
+        """Waits until every process that was started can take its part of a request."""
+        self.until(lambda: self.edge_members() == self.shape.schedulers, "the edge has schedulers")
+        for name in self.schedulers:
+            self.until(lambda name=name: self.reachable(name), f"{name} has all instances")
+
+    def until_idle(self, limit_s: float = 5.0) -> None:
+        """Waits until nothing is held anywhere."""
+        end = time.monotonic() + limit_s
+        while left := self.leftovers():
+            assert time.monotonic() < end, f"left after {limit_s} s: {left}\n{self.logs()}"
+            time.sleep(POLL_S)
+
+    def logs(self) -> str:
+        """The last lines of every log but Envoy's access log."""
+        lines = []
+        for process in self.processes.values():
+            lines += [f"--- {process.name}", *process.text().splitlines()[-8:]]
+        return "\n".join(line[:400] for line in lines)
+
+    def faults(self, *rules: Mapping[str, object]) -> None:
+        """Scripts the faults of every instance, from the next request on."""
+        path = self.folder / "faults.json"
+        fresh = path.with_suffix(".new")
+        fresh.write_text(dumps_json({"rules": rules}))
+        fresh.replace(path)
+        time.sleep(0.03)  # the engine looks at the file every 20 ms at most
+
+
+def dumps_json(value: object) -> str:
+    """JSON on one line."""
+    import json
+
+    return json.dumps(value)
+
+
+@contextmanager
+def mesh(folder: Path, shape: Shape | None = None, *, absent: Sequence[str] = ()) -> Iterator[Mesh]:
+    """A mesh, ready. With `absent` those processes are not started and nothing is waited for."""
+    made = prepare(folder, shape or Shape())
+    try:
+        for process in made.processes.values():
+            if process.name not in absent:
+                process.start()
+        if not absent:
+            made.until_ready()
+        yield made
+    finally:
+        for channel in made.channels.values():
+            channel.close()
+        for process in made.processes.values():
+            if process.alive:
+                process.kill()
+
+
+def prepare(folder: Path, shape: Shape) -> Mesh:
+    """The files of a mesh and its processes, none of them started."""
+    runtime = folder / "runtime"
+    secrets = first_files.prepare(runtime)
+    if shape.tenants:
+        tenants = runtime / "tenants.toml"
+        tenants.write_text(tenants.read_text() + shape.tenants)
+    instances = list(shape.instances)
+    ports = iter(free_ports(2 + 2 * shape.schedulers + shape.executions + len(instances)))
+    addresses = {name: f"127.0.0.1:{next(ports)}" for name in instances}
+    executions = [f"127.0.0.1:{next(ports)}" for _ in range(shape.executions)]
+    schedulers = [f"127.0.0.1:{next(ports)}" for _ in range(shape.schedulers)]
+    settings = replace(
+        EnvoySettings(),
+        port=next(ports),
+        admin_port=next(ports),
+        schedulers=tuple(schedulers),
+        **shape.envoy,
+    )
+    config = folder / "sluice.toml"
+    config.write_text(dumps(_document(folder, shape, runtime, addresses, executions)))
+    mesh_settings = MeshSettings(runtime_dir=runtime, log_level="warning", **shape.mesh)
+    envoy_file = folder / "envoy.yaml"
+    envoy_file.write_text(edge.render(settings, mesh_settings))
+    made = Mesh(folder, shape, {}, settings, secrets.api_key, secrets.admin_key)
+    base = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLUICE_", "COVERAGE"))
+    }
+    base |= {"SLUICE_CONFIG": str(config), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+    def add(name: str, command: Sequence[str], address: str, **environ: str) -> None:
+        made.processes[name] = Process(
+            name, command, base | environ, address, folder / f"{name}.log"
+        )
+
+    for name, address in addresses.items():
+        add(
+            name,
+            _service("inference_svc"),
+            address,
+            SLUICE_INFERENCE_INSTANCE=name,
+            SLUICE_INFERENCE_BIND=address,
+        )
+    for number, address in enumerate(executions):
+        name = f"execution-{number}"
+        add(
+            name,
+            _service("execution_svc"),
+            address,
+            SLUICE_EXECUTION_NAME=name,
+            SLUICE_EXECUTION_BIND=address,
+        )
+    for number, address in enumerate(schedulers):
+        name = f"scheduler-{number}"
+        add(
+            name,
+            _service("scheduler_svc"),
+            address,
+            SLUICE_SCHEDULER_NAME=name,
+            SLUICE_SCHEDULER_BIND=address,
+            SLUICE_SCHEDULER_MESH_BIND=f"127.0.0.1:{next(ports)}",
+        )
+    command = [str(ENVOY), *edge.arguments(settings, mesh_settings, envoy_file)]
+    add("envoy", command, made.target)
+    return made
+
+
+def _service(package: str) -> list[str]:
+    return [sys.executable, "-m", f"{package}.main"]
+
+
+def _document(
+    folder: Path,
+    shape: Shape,
+    runtime: Path,
+    addresses: Mapping[str, str],
+    executions: Sequence[str],
+) -> dict[str, object]:
+    """The configuration file."""
+    instances: list[dict[str, object]] = []
+    for name, address in addresses.items():
+        profile = dict(ENGINE) | dict(shape.instances[name])
+        model = profile.pop("model", MODEL)
+        profile |= {"faults_file": str(folder / "faults.json"), "prompt_directives": True}
+        instances.append(
+            {
+                "name": name,
+                "address": address,
+                "engine": "simulated",
+                "model": model,
+                "simulated": profile,
+            }
+        )
+    return {
+        "mesh": {"runtime_dir": str(runtime), **shape.mesh},
+        "scheduler": {
+            "executions": list(executions),
+            "instances": [f"{name}={address}" for name, address in addresses.items()],
+            "tenants_file": str(runtime / "tenants.toml"),
+            "keys_dir": str(runtime / "keys"),
+            **shape.scheduler,
+        },
+        "execution": {"probe_lag_s": 0.5, **shape.execution},
+        "inference": {
+            "probe_lag_s": 0.5,
+            "keys_dir": str(runtime / "keys" / "grant-public"),
+            **shape.inference,
+        },
+        "instance": instances,
+    }
