@@ -255,3 +255,20 @@ def test_streams_go_to_the_scheduler_with_fewer_open_ones(tmp_path: Path) -> Non
             assert abs(first.control()["active"] - second.control()["active"]) <= 8
             for each in calls:
                 each.cancel()
+
+
+def test_the_edge_itself_drains(tmp_path: Path) -> None:
+    """What a supervisor does before it ends the process: fail the health, wait, SIGTERM."""
+    with (
+        stub() as one,
+        edge(tmp_path, [one]) as running,
+        RawH2(running.settings.port) as client,
+    ):
+        stream = client.request(GENERATE, generate_body(script("stream", count=10, pause_ms=100)))
+        wait_until(lambda: one.control()["active"] == 1)
+        running.admin("/healthcheck/fail", "POST")
+        assert health(running) == 503
+        assert client.outcome(stream)["grpc-status"] == "0"
+        wait_until(lambda: running.stat("http.clear.downstream_rq_active") == 0)
+        running.process.terminate()
+        assert running.process.wait(5) == 0
