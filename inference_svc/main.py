@@ -15,7 +15,7 @@ from typing import Final
 from inference_svc.adapters.engine_host import EngineHost
 from inference_svc.adapters.instance import Instance
 from inference_svc.adapters.metrics import observe
-from inference_svc.adapters.no_gpus import NoGpus
+from inference_svc.adapters.nvml_monitor import open_monitor
 from inference_svc.adapters.room import RoomKeeper
 from inference_svc.adapters.servicer import InferenceServicer
 from inference_svc.config import EngineKind, InferenceConfig, InstanceConfig, load_instance
@@ -81,7 +81,7 @@ async def serve() -> int:
         metric_interval_s=mesh.metric_interval_s,
     )
     host = EngineHost(engine_factory(own), own.aliases)
-    gpus = NoGpus()
+    gpus = open_monitor()
     verifier = GrantVerifier.load(config.keys_dir) if config.require_grant else None
     if verifier is None:
         log.warning("dispatch grants are off: anybody who reaches this port may use the GPU")

@@ -230,7 +230,7 @@ class FakeTelemetry(Telemetry):
         *,
         start_unix_ns: int | None = None,
     ) -> FakeSpan:
-        version, trace, _, flags = traceparent.split("-")
+        version, trace, _, flags = (traceparent or f"00-{'0' * 32}-{'0' * 16}-00").split("-")
         own = f"{version}-{trace}-{len(self.spans) + 1:016x}-{flags}"
         span = FakeSpan(name, traceparent, own, attributes or {})
         self.spans.append(span)

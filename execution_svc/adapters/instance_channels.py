@@ -15,7 +15,7 @@ from typing import Any
 import grpc.aio
 
 from sluice import context
-from sluice.channels import ChannelLimits, ClientTls, open_channel
+from sluice.channels import ChannelLimits, ClientTls, ending, open_channel
 from sluice.errors import Code, SluiceError, unavailable
 from sluice.frames_grpc import GrpcClientConnection, client_connection
 from sluice.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -73,11 +73,9 @@ class GrpcInstances:
             call = way.stub.Generate(
                 request, timeout=timeout_s, metadata=_metadata(request.work.request_id, traceparent)
             )
-            try:
+            with ending(call):
                 async for message in call:
                     yield message
-            finally:
-                call.cancel()
 
     async def embed(
         self,

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from execution_svc.adapters.counts import Counts
 from execution_svc.adapters.instance_link import InstanceLink
 from execution_svc.adapters.relay import Relay
-from sluice.errors import exhausted, invalid
+from sluice import logs
+from sluice.errors import SluiceError, exhausted, invalid
 from sluice.execution.v1 import execution_pb2
 from sluice.frames import FrameConnection, FrameWriter, LossKind, read_frames
 from sluice.ids import is_request_id
@@ -26,6 +27,8 @@ from sluice.ids import is_request_id
 if TYPE_CHECKING:
     from execution_svc.ports import Instances
     from sluice.telemetry import Telemetry
+
+log = logs.get(__name__)
 
 LINKS_MAX = 1024  # instances of one scheduler stream
 ADDRESS_CHARS_MAX = 256
@@ -133,10 +136,15 @@ class SchedulerStream:
             return None
         if len(self._links) >= LINKS_MAX:
             raise exhausted("TOO_MANY_INSTANCES", "This stream names too many instances.", 1.0)
+        try:
+            connection = self._instances.open_frames(address)
+        except SluiceError as error:
+            self.relay.lost(name, LossKind.UNREACHABLE, str(error))
+            return None
         link = InstanceLink(
             name,
             address,
-            self._instances.open_frames(address),
+            connection,
             self.relay,
             self._telemetry,
             self._counts,
@@ -160,6 +168,12 @@ class SchedulerStream:
             del self._links[link.name]
         if not link.detached:
             self._counts.losses[loss.kind.value] += 1
+            log.info(
+                "instance stream ended",
+                instance=link.name,
+                kind=loss.kind.value,
+                detail=loss.detail,
+            )
             self.relay.lost(link.name, loss.kind, loss.detail)
 
     def _compose(self, heartbeat_due: bool) -> execution_pb2.ExecuteFramesResponse | None:

@@ -22,7 +22,7 @@ from sluice.execution.v1 import execution_pb2, execution_pb2_grpc
 from sluice.frames_grpc import server_connection
 from sluice.ids import is_request_id
 from sluice.inference.v1 import inference_pb2
-from sluice.telemetry import Span, Telemetry, current_traceparent
+from sluice.telemetry import Telemetry, current_traceparent
 from sluice.telemetry_names import ATTR_INSTANCE, ATTR_REQUEST_ID, SPAN_EXECUTE
 
 SCHEDULER_STREAMS_MAX = 64
@@ -59,29 +59,19 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
     ) -> None:
         self._admit(request.instance)
         timeout_s = _budget()
-        span = self._span(request.work.request_id, request.instance.name)
-        messages = self._instances.generate(
-            request.instance.address,
-            inference_pb2.GenerateRequest(work=request.work, grant=request.grant),
-            timeout_s=timeout_s,
-            traceparent=span.traceparent,
-        )
-        error: str | None = "CANCELLED"
-        try:
-            with self._working():
-                async with aclosing(messages):
-                    async for message in messages:
-                        await context.write(
-                            execution_pb2.ExecuteResponse(
-                                instance=request.instance.name, response=message
-                            )
-                        )
-            error = None
-        except SluiceError as failure:
-            error = failure.reason
-            raise
-        finally:
-            span.end(error)
+        name = request.instance.name
+        with self._working(), self._traced(request.work.request_id, name) as traceparent:
+            messages = self._instances.generate(
+                request.instance.address,
+                inference_pb2.GenerateRequest(work=request.work, grant=request.grant),
+                timeout_s=timeout_s,
+                traceparent=traceparent,
+            )
+            async with aclosing(messages):
+                async for message in messages:
+                    await context.write(
+                        execution_pb2.ExecuteResponse(instance=name, response=message)
+                    )
 
     async def ExecuteFrames(  # type: ignore[override]
         self,
@@ -111,23 +101,15 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
     ) -> execution_pb2.ExecuteEmbedResponse:
         self._admit(request.instance)
         timeout_s = _budget()
-        span = self._span(request.request.request_id, request.instance.name)
-        error: str | None = "CANCELLED"
-        try:
-            with self._working():
-                response = await self._instances.embed(
-                    request.instance.address,
-                    request.request,
-                    timeout_s=timeout_s,
-                    traceparent=span.traceparent,
-                )
-            error = None
-        except SluiceError as failure:
-            error = failure.reason
-            raise
-        finally:
-            span.end(error)
-        return execution_pb2.ExecuteEmbedResponse(instance=request.instance.name, response=response)
+        name = request.instance.name
+        with self._working(), self._traced(request.request.request_id, name) as traceparent:
+            response = await self._instances.embed(
+                request.instance.address,
+                request.request,
+                timeout_s=timeout_s,
+                traceparent=traceparent,
+            )
+        return execution_pb2.ExecuteEmbedResponse(instance=name, response=response)
 
     async def StartRun(
         self,
@@ -173,13 +155,23 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         if not 1 <= len(instance.address) <= ADDRESS_CHARS_MAX:
             raise invalid("instance.address", f"must be 1 to {ADDRESS_CHARS_MAX} characters")
 
-    def _span(self, request_id: str, instance: str) -> Span:
-        # A request id that is too long is the instance's to refuse; the span only cuts it.
-        return self._telemetry.span(
+    @contextmanager
+    def _traced(self, request_id: str, instance: str) -> Iterator[str]:
+        """A span around a plain call; yields the traceparent for the instance."""
+        span = self._telemetry.span(
             SPAN_EXECUTE,
             current_traceparent(),
             {ATTR_REQUEST_ID: request_id, ATTR_INSTANCE: instance},
         )
+        error: str | None = "CANCELLED"
+        try:
+            yield span.traceparent
+            error = None
+        except SluiceError as failure:
+            error = failure.reason
+            raise
+        finally:
+            span.end(error)
 
 
 def _budget() -> float:

@@ -17,11 +17,19 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from inference_svc.adapters.convert import to_spec
 from inference_svc.adapters.instance import Instance
 from inference_svc.adapters.outbox import Outbox
+from inference_svc.adapters.reasons import (
+    RejectError,
+    abort_reason,
+    finish_label,
+    first_reason,
+    reject_label,
+    reject_reason,
+)
 from inference_svc.adapters.results import (
     aborted_end,
     to_ended,
@@ -33,16 +41,14 @@ from inference_svc.domain.credit import Room
 from inference_svc.ports import Engine, GenerateSpec, GenerationEnd
 from sluice.common.v1 import result_pb2
 from sluice.context import is_sampled, is_traceparent
-from sluice.errors import Code, SluiceError, exhausted, invalid, unavailable
+from sluice.errors import SluiceError, exhausted, invalid, unavailable
 from sluice.frames import FrameConnection, FrameWriter, read_frames
 from sluice.inference.v1 import inference_pb2
 from sluice.status import to_status
 from sluice.telemetry_names import ATTR_INSTANCE, ATTR_REQUEST_ID, SPAN_GENERATE
 
 if TYPE_CHECKING:
-    from inference_svc.adapters.slot import WireReason
-
-    RejectReason: TypeAlias = inference_pb2.RejectReason.ValueType
+    from inference_svc.adapters.reasons import FinishWire, RejectWire
 
 # A start costs about 0.3 ms, most of it the grant's signature: after so many the loop gets a turn.
 STARTS_PER_TURN = 4
@@ -164,7 +170,7 @@ class FrameStream:
         for cancel in frame.cancels:
             slot = self._slots.get(cancel.slot)
             if slot is not None and slot.attempt == cancel.attempt:
-                self._abort(slot, _abort_reason(cancel.reason))
+                self._abort(slot, abort_reason(cancel.reason))
         if frame.HasField("demand"):
             demand = Room(frame.demand.sequences, frame.demand.kv_tokens)
             self._instance.room.demand(self._number, demand)
@@ -178,9 +184,9 @@ class FrameStream:
         try:
             engine, spec = self._admit(start)
         except SluiceError as error:
-            self._reject(start.slot, start.attempt, _reject_reason(error), error)
+            self._reject(start.slot, start.attempt, reject_reason(error), error)
             return
-        except _RejectError as refusal:
+        except RejectError as refusal:
             self._reject(start.slot, start.attempt, refusal.reason)
             return
         slot = Slot(
@@ -209,17 +215,17 @@ class FrameStream:
         """Everything that can be said without rendering the prompt. The grant comes first: who has
         none learns nothing about the work."""
         if start.slot in self._slots:
-            raise _RejectError(inference_pb2.REJECT_REASON_SLOT_BUSY)
+            raise RejectError(inference_pb2.REJECT_REASON_SLOT_BUSY)
         self._instance.verify(start.grant, start.work.request_id)
         if self._host.draining:
-            raise _RejectError(inference_pb2.REJECT_REASON_DRAINING)
+            raise RejectError(inference_pb2.REJECT_REASON_DRAINING)
         if not start.HasField("remaining"):
             raise invalid("remaining", "is required")
         if to_seconds(start.remaining) <= 0:
-            raise _RejectError(inference_pb2.REJECT_REASON_EXPIRED)
+            raise RejectError(inference_pb2.REJECT_REASON_EXPIRED)
         engine = self._host.generator()
         if len(self._slots) >= self._instance.room.credit(self._number).sequences:
-            raise _RejectError(inference_pb2.REJECT_REASON_NO_ROOM)
+            raise RejectError(inference_pb2.REJECT_REASON_NO_ROOM)
         return engine, to_spec(start.work, self._host.served_names)
 
     async def _render(self, slot: Slot, engine: Engine, spec: GenerateSpec) -> None:
@@ -238,7 +244,7 @@ class FrameStream:
             slot.running = engine.submit(prepared, slot)
         except Exception as failure:
             error = typed_error(failure, spec.request_id)
-            self._refuse(slot, _reject_reason(error, spec), error)
+            self._refuse(slot, reject_reason(error, spec), error)
             return
         finally:
             slot.task = None
@@ -250,10 +256,10 @@ class FrameStream:
 
     # Ends.
 
-    def _abort(self, slot: Slot, reason: WireReason) -> None:
+    def _abort(self, slot: Slot, reason: FinishWire) -> None:
         if not slot.claim_abort(reason):
             return
-        self._counts.aborts[_label(result_pb2.FinishReason.Name(reason), "FINISH_REASON_")] += 1
+        self._counts.aborts[finish_label(reason)] += 1
         if slot.running is not None:
             slot.running.abort(slot.to_finish_reason())
             return
@@ -281,26 +287,26 @@ class FrameStream:
                 abort_reason=slot.abort_reason,
             )
         )
-        self._close(slot, _first_reason(event.ended))
+        self._close(slot, first_reason(event.ended))
         self._outbox.put(event)
 
-    def _refuse(self, slot: Slot, reason: RejectReason, error: SluiceError | None = None) -> None:
+    def _refuse(self, slot: Slot, reason: RejectWire, error: SluiceError | None = None) -> None:
         """Rejects a start that holds its slot already."""
         if self._slots.get(slot.number) is slot:
             self._close(slot, result_pb2.FINISH_REASON_ERROR)
             self._reject(slot.number, slot.attempt, reason, error)
 
     def _reject(
-        self, number: int, attempt: int, reason: RejectReason, error: SluiceError | None = None
+        self, number: int, attempt: int, reason: RejectWire, error: SluiceError | None = None
     ) -> None:
-        self._counts.starts[_label(inference_pb2.RejectReason.Name(reason), "REJECT_REASON_")] += 1
+        self._counts.starts[reject_label(reason)] += 1
         event = inference_pb2.Event(slot=number, attempt=attempt)
         event.rejected.reason = reason
         if error is not None:
             event.rejected.status.CopyFrom(to_status(error))
         self._outbox.put(event)
 
-    def _close(self, slot: Slot, reason: WireReason) -> None:
+    def _close(self, slot: Slot, reason: FinishWire) -> None:
         """The slot is free."""
         del self._slots[slot.number]
         self._kv_tokens_bound -= slot.kv_tokens_bound
@@ -309,55 +315,3 @@ class FrameStream:
         if slot.span is not None:
             slot.end_span(reason, self._loop.time())
         self._instance.room.released()
-
-
-class _RejectError(Exception):
-    """A start cannot be taken; the reason says all."""
-
-    def __init__(self, reason: RejectReason) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-_REJECT_REASONS: dict[Code, RejectReason] = {
-    Code.PERMISSION_DENIED: inference_pb2.REJECT_REASON_NO_GRANT,
-    Code.INVALID_ARGUMENT: inference_pb2.REJECT_REASON_INVALID,
-    Code.NOT_FOUND: inference_pb2.REJECT_REASON_INVALID,
-    Code.FAILED_PRECONDITION: inference_pb2.REJECT_REASON_INVALID,
-    Code.RESOURCE_EXHAUSTED: inference_pb2.REJECT_REASON_NO_ROOM,
-    Code.UNAVAILABLE: inference_pb2.REJECT_REASON_ENGINE_DOWN,
-}
-
-
-def _reject_reason(error: SluiceError, spec: GenerateSpec | None = None) -> RejectReason:
-    if (
-        error.code is Code.FAILED_PRECONDITION
-        and spec is not None
-        and spec.continuation is not None
-    ):
-        return inference_pb2.REJECT_REASON_FINGERPRINT
-    return _REJECT_REASONS.get(error.code, inference_pb2.REJECT_REASON_UNSPECIFIED)
-
-
-def _abort_reason(asked: WireReason) -> WireReason:
-    """What the end will say; a value that is no reason for a cancel counts as CANCELLED."""
-    return asked if asked in _ABORT_REASONS else result_pb2.FINISH_REASON_CANCELLED
-
-
-_ABORT_REASONS = frozenset(
-    {
-        result_pb2.FINISH_REASON_UNSPECIFIED,
-        result_pb2.FINISH_REASON_CANCELLED,
-        result_pb2.FINISH_REASON_DEADLINE,
-    }
-)
-
-
-def _first_reason(ended: inference_pb2.Ended) -> WireReason:
-    if not ended.outputs:
-        return result_pb2.FINISH_REASON_UNSPECIFIED
-    return ended.outputs[0].finish_reason
-
-
-def _label(name: str, prefix: str) -> str:
-    return name.removeprefix(prefix).lower()

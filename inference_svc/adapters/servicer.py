@@ -25,6 +25,8 @@ from sluice.errors import SluiceError, exhausted, failed_precondition, unavailab
 from sluice.frames import FrameBroken
 from sluice.frames_grpc import server_connection
 from sluice.inference.v1 import inference_pb2, inference_pb2_grpc
+from sluice.telemetry import current_traceparent
+from sluice.telemetry_names import ATTR_INSTANCE, ATTR_REQUEST_ID, SPAN_EMBED, SPAN_GENERATE
 
 FRAME_STREAMS_MAX = 64
 EMBEDS_MAX = 64  # embedding calls in the engine at once
@@ -57,7 +59,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         ],
     ) -> None:
         messages = plain_call.generate(self._instance, self._share, request)
-        with self._working():
+        with self._working(), self._traced(SPAN_GENERATE, request.work.request_id):
             async with aclosing(messages):
                 async for message in messages:
                     await context.write(message)
@@ -100,7 +102,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise exhausted("NO_ROOM", "This instance has no room now.", RETRY_S)
         self._embeds += 1
         try:
-            with self._working():
+            with self._working(), self._traced(SPAN_EMBED, request.request_id):
                 vectors, tokens = await engine.embed(request.request_id, prompts)
         finally:
             self._embeds -= 1
@@ -153,6 +155,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._open_calls -= 1
             if self._open_calls == 0:
                 self._idle.set()
+
+    @contextmanager
+    def _traced(self, name: str, request_id: str) -> Iterator[None]:
+        """A span around a plain call."""
+        span = self._instance.telemetry.span(
+            name,
+            current_traceparent(),
+            {ATTR_REQUEST_ID: request_id, ATTR_INSTANCE: self._instance.name},
+        )
+        error: str | None = "CANCELLED"
+        try:
+            yield
+            error = None
+        except SluiceError as failure:
+            error = failure.reason
+            raise
+        finally:
+            span.end(error)
 
     def stop(self) -> None:
         """Ends what is still open. Idempotent."""

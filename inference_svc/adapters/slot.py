@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
+from inference_svc.adapters.reasons import finish_label
 from inference_svc.adapters.results import write_delta
 from inference_svc.ports import (
     FinishReason,
@@ -29,9 +30,8 @@ from sluice.telemetry_names import (
 
 if TYPE_CHECKING:
     from inference_svc.adapters.outbox import Outbox
+    from inference_svc.adapters.reasons import FinishWire
     from sluice.telemetry import Span
-
-    WireReason: TypeAlias = result_pb2.FinishReason.ValueType
 
 
 class Slot:
@@ -83,7 +83,7 @@ class Slot:
         self.accepted_at = 0.0
         self.accepted_in = 0  # number of the frame with `accepted`
         self.first_at: float | None = None  # loop time of the first delta
-        self.abort_reason: WireReason | None = None
+        self.abort_reason: FinishWire | None = None
 
     def delta(
         self,
@@ -109,7 +109,7 @@ class Slot:
         """See :class:`inference_svc.ports.OutputSink`."""
         self._on_end(self, end)
 
-    def claim_abort(self, reason: WireReason) -> bool:
+    def claim_abort(self, reason: FinishWire) -> bool:
         """Whether this is the first abort of the slot; ``reason`` is what its end will say."""
         if self.abort_reason is not None:
             return False
@@ -136,7 +136,7 @@ class Slot:
             return FinishReason.DEADLINE
         return FinishReason.CANCELLED
 
-    def end_span(self, reason: WireReason, now: float) -> None:
+    def end_span(self, reason: FinishWire, now: float) -> None:
         """Ends the slot's span, if it is traced, with prefill and decode as attributes."""
         span = self.span
         if span is None:
@@ -149,6 +149,5 @@ class Slot:
             if self.first_at is not None:
                 span.set(ATTR_TTFT_MS, (self.first_at - self.accepted_at) * 1e3)
                 span.set(ATTR_TPOT_MS, (now - self.first_at) * 1e3 / max(1, tokens - 1))
-        name = result_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
-        span.set(ATTR_FINISH_REASONS, name)
+        span.set(ATTR_FINISH_REASONS, finish_label(reason))
         span.end("ERROR" if reason == result_pb2.FINISH_REASON_ERROR else None)

@@ -470,6 +470,23 @@ async def test_execute_relays_one_request_and_its_cancel() -> None:
         assert await until(lambda: engine.aborted) < CANCEL_S
 
 
+async def test_plain_calls_carry_the_trace_on() -> None:
+    here, there = FakeTelemetry(), FakeTelemetry()
+    async with instance("a", telemetry=there) as a, execution(here) as relay:
+        metadata = (("traceparent", SAMPLED), ("x-request-id", "r"))
+        async for _ in relay.stub.Execute(execute_request(a.address), metadata=metadata):
+            pass
+        embed = execution_pb2.ExecuteEmbedRequest()
+        embed.instance.CopyFrom(execute_request(a.address).instance)
+        embed.request.request_id = "e"
+        embed.request.inputs.add(text="abc")
+        await relay.stub.ExecuteEmbed(embed, metadata=metadata)
+        await until(lambda: len(there.spans) == 2 and all(s.ends for s in here.spans))
+        assert [span.parent for span in here.spans] == [SAMPLED, SAMPLED]
+        assert [span.parent for span in there.spans] == [s.traceparent for s in here.spans]
+        assert {span.error for span in here.spans + there.spans} == {None}
+
+
 async def test_errors_of_plain_calls_are_the_instance_s_or_say_that_it_is_unreachable() -> None:
     async with instance("a") as a, execution() as relay:
         bad = execute_request(a.address)
