@@ -310,9 +310,10 @@ class Fleet:
 
     def _learn(self, instance: Instance, report: InstanceReport, load: Load) -> None:
         """Rates from a report. A throughput is a lower bound of what the instance can do, so a
-        lower one than known counts only if there was a prompt to read all the time."""
+        lower one than known counts only if full steps of prompts were to be read all the time."""
         rate = report.prompt_tokens_per_s
-        if rate and (rate > instance.prefill_tokens_per_s or not load.prefill_idle):
+        busy = load.reads_full_steps(report.step_tokens_max)
+        if rate and (busy or rate > instance.prefill_tokens_per_s):
             learnt = instance.prefill_tokens_per_s
             learnt += RATE_WEIGHT * (rate - learnt)
             instance.prefill_tokens_per_s = max(PREFILL_TOKENS_PER_S_MIN, learnt)

@@ -35,7 +35,7 @@ class Load:
 
     The peaks are what a report may have counted when it was taken: reports and events travel on
     different connections, so a report can still contain what has ended here already.
-    ``prefill_idle``: at some time there was no prompt to read."""
+    ``prefill_least``: the fewest prompt tokens that there were to read at any time."""
 
     sequences: int = 0
     prefill_tokens: int = 0
@@ -44,14 +44,19 @@ class Load:
     kv_held: int = 0
     sequences_peak: int = 0
     kv_peak: int = 0
-    prefill_idle: bool = True
+    prefill_least: int = 0
     tickets: set[TicketId] = field(default_factory=set)
 
     def reported(self) -> None:
         """A report arrived: a new period begins."""
         self.sequences_peak = self.sequences
         self.kv_peak = self.kv_held
-        self.prefill_idle = self.prefill_tokens == 0
+        self.prefill_least = self.prefill_tokens
+
+    def reads_full_steps(self, step_tokens_max: int) -> bool:
+        """Whether there was all the time as much to read as a step can take: only then is a
+        throughput what the engine can do, and not what it was asked to do."""
+        return self.prefill_least >= max(1, step_tokens_max)
 
 
 class Ledger:
@@ -143,7 +148,7 @@ class Ledger:
             load.kv_held += hold.kv_held
         for load, expected in zip(self._loads, recount, strict=True):
             expected.sequences_peak, expected.kv_peak = load.sequences_peak, load.kv_peak
-            expected.prefill_idle = load.prefill_idle
+            expected.prefill_least = load.prefill_least
             assert load == expected
             assert load.sequences_peak >= load.sequences
             assert load.kv_peak >= load.kv_held
@@ -171,7 +176,7 @@ class Ledger:
         if prefill_tokens is not None:
             load.prefill_tokens += prefill_tokens - hold.prefill_tokens
             hold.prefill_tokens = prefill_tokens
-            load.prefill_idle = load.prefill_idle or load.prefill_tokens == 0
+            load.prefill_least = min(load.prefill_least, load.prefill_tokens)
         if output_tokens is not None:
             load.output_tokens += output_tokens - hold.output_tokens
             hold.output_tokens = output_tokens

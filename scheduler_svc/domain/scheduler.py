@@ -216,7 +216,9 @@ class Scheduler:
     def report(self, report: InstanceReport, now: float) -> bool:
         """Takes in what an instance says of itself; a new one joins. False: the fleet is full."""
         known = self._fleet.get(report.name)
-        busy = known is not None and not self._ledger.load(known.row).prefill_idle
+        busy = known is not None and self._ledger.load(known.row).reads_full_steps(
+            report.step_tokens_max
+        )
         if busy and report.prompt_tokens_per_s:
             self._estimates.saw_prefill(report.model, report.prompt_tokens_per_s, now)
         taken = self._fleet.report(report, now) is not None

@@ -194,6 +194,21 @@ def test_a_low_throughput_teaches_nothing_unless_there_was_a_prompt_to_read_all_
     assert instance.prefill_tokens_per_s == pytest.approx(500.0, rel=0.05)
 
 
+def test_an_engine_that_was_asked_for_little_is_not_taken_for_a_slow_one() -> None:
+    """Mutant seen to fail: any prompt outstanding counts as busy. A short prompt whose first token
+    never came would then teach 5 tokens/s, and longer prompts be refused as hopeless."""
+    columns = Columns(a_report(step_tokens_max=2_048))
+    instance = columns.fleet.at(0)
+    columns.run("a", a_ticket(prompt_tokens=2_047))
+    columns.fleet.report(a_report(step_tokens_max=2_048), 1.0)
+    columns.fleet.report(a_report(step_tokens_max=2_048, prompt_tokens_per_s=5.0), 2.0)
+    assert instance.prefill_tokens_per_s == DEFAULT_PREFILL_TOKENS_PER_S
+    columns.run("a", a_ticket(prompt_tokens=1))
+    columns.fleet.report(a_report(step_tokens_max=2_048), 3.0)
+    columns.fleet.report(a_report(step_tokens_max=2_048, prompt_tokens_per_s=5.0), 4.0)
+    assert instance.prefill_tokens_per_s < DEFAULT_PREFILL_TOKENS_PER_S
+
+
 def test_rows_are_reused_and_a_removed_instance_leaves_when_its_last_ticket_has() -> None:
     columns = Columns(a_report("a"), a_report("b"))
     ticket = a_ticket()
