@@ -175,6 +175,8 @@ def _public_path(path: str, field: str) -> str:
         return f"messages{tail}"
     if path.startswith("input.conversation.tools"):
         return path.removeprefix("input.conversation.")
+    if path.startswith("inputs["):
+        return field + path[len("inputs") : path.index("]") + 1]
     return field
 
 
