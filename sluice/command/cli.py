@@ -140,25 +140,28 @@ def down(config: ConfigOption = None) -> None:
 @compose_app.command("render")
 def compose_render(
     config: ConfigOption = None,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write; without it, to standard output.")
+    into: Annotated[
+        Path | None, typer.Option(help="Folder. Default: that of the configuration file.")
     ] = None,
-    check: Annotated[bool, typer.Option(help="Write nothing; fail when the file differs.")] = False,
+    check: Annotated[bool, typer.Option(help="Write nothing; fail when a file differs.")] = False,
 ) -> None:
-    """Render docker-compose.yml from sluice.toml."""
+    """Render docker-compose.yml, and what it mounts, from sluice.toml."""
     from sluice.command.compose import render
     from sluice.mesh_config import read
 
-    # Without this shell's environment: the file must come out the same everywhere.
-    text = render(read(config or config_file(None).path, {}))
-    if out is None:
-        typer.echo(text, nl=False)
-    elif check:
-        if not out.is_file() or out.read_text(encoding="utf-8") != text:
-            fail_line(f"{out} is not what `sluice compose render --out {out}` writes")
-            raise typer.Exit(EXIT_FAILED)
-    else:
-        out.write_text(text, encoding="utf-8")
+    path = config or config_file(None).path
+    differing = False
+    # Without this shell's environment: the files must come out the same everywhere.
+    for name, text in render(read(path, {})).items():
+        target = (into or path.parent) / name
+        if not check:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+        elif not target.is_file() or target.read_text(encoding="utf-8") != text:
+            fail_line(f"{target} is not what `sluice compose render` writes")
+            differing = True
+    if differing:
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _terminated(number: int, _frame: FrameType | None) -> None:

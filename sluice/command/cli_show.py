@@ -75,14 +75,17 @@ def logs(
     config: ConfigOption = None,
 ) -> None:
     """Show what the processes wrote."""
+    from sluice.command.log_files import size_of, tail
     from sluice.command.run_files import RunPaths
 
     paths = RunPaths(config_file(config).runtime_dir)
     files = _log_files(paths, name)
-    for path in files:
-        _print_tail(path, lines, len(files) > 1, raw)
+    ends = {path: size_of(path) for path in files}
+    for path, end in ends.items():
+        for line in tail(path, lines, end) if lines else ():
+            _print_line(path, line, len(files) > 1, raw)
     if follow:
-        for path, line in _follow(files):
+        for path, line in _follow(ends):
             _print_line(path, line, len(files) > 1, raw)
 
 
@@ -145,20 +148,15 @@ def _log_files(paths: RunPaths, name: str) -> list[Path]:
     return [path]
 
 
-def _print_tail(path: Path, lines: int, prefixed: bool, raw: bool) -> None:
-    from sluice.command.log_files import tail
+def _follow(ends: Mapping[Path, int]) -> Iterator[tuple[Path, str]]:
+    """Whole new lines after `ends`, for ever; a file that was truncated is read from its start."""
+    from sluice.command.log_files import size_of
 
-    for line in tail(path, lines) if lines else ():
-        _print_line(path, line, prefixed, raw)
-
-
-def _follow(files: list[Path]) -> Iterator[tuple[Path, str]]:
-    """Whole new lines of each file, for ever; a file that was truncated is read from its start."""
-    places = {path: path.stat().st_size for path in files}
-    rests = dict.fromkeys(files, b"")
+    places = dict(ends)
+    rests = dict.fromkeys(places, b"")
     while True:
-        for path in files:
-            size = path.stat().st_size
+        for path in places:
+            size = size_of(path)
             if size < places[path]:
                 places[path], rests[path] = 0, b""
             if size == places[path]:

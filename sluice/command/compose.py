@@ -17,7 +17,7 @@ from sluice.command.topology import Kind, Process, Topology, build, compose_plac
 from sluice.mesh_config import Device, Instance, MeshFile
 
 HEADER: Final = """\
-# Rendered from sluice.toml by `sluice compose render --out docker-compose.yml`; do not edit.
+# Rendered from sluice.toml by `sluice compose render`; do not edit.
 #
 #   docker compose up --wait                  vLLM on the CPU (COMPOSE_PROFILES in .env)
 #   docker compose --profile gpu up --wait    vLLM on GPUs
@@ -27,6 +27,8 @@ HEADER: Final = """\
 # SLUICE_SCHEDULERS=2 runs two schedulers. Traces: http://localhost:16686.
 # Needs Docker Compose 2.26 or newer.
 """
+CONFIG_HEADER: Final = "# Rendered from sluice.toml by `sluice compose render`; do not edit.\n\n"
+COMPOSE_FILE: Final = "docker-compose.yml"
 # Exact versions. The first Redis server line is the last under a BSD licence.
 REDIS_IMAGE: Final = "redis:7.2.4-bookworm"
 JAEGER_IMAGE: Final = "jaegertracing/all-in-one:1.62.0"
@@ -62,10 +64,23 @@ class _Profile:
         return process if self.device is Device.CPU else f"{process}-{self.device.value}"
 
 
-def render(file: MeshFile) -> str:
-    """The text of docker-compose.yml. Raises ConfigError."""
-    profiles = [_Profile(Device.CPU), _Profile(Device.GPU)]
-    built = {one.device: build(file, compose_place(), one.device) for one in profiles}
+def render(file: MeshFile) -> dict[str, str]:
+    """The files by path, relative to the repository: docker-compose.yml and, for each kind of
+    device, the effective configuration that its containers read. Raises ConfigError."""
+    built = {device: build(file, compose_place(), device) for device in Device}
+    files = {COMPOSE_FILE: _compose(built)}
+    for device, topology in built.items():
+        files[config_path(device)] = CONFIG_HEADER + topology.config_text
+    return files
+
+
+def config_path(device: Device) -> str:
+    """Where the effective configuration of `device` is."""
+    return f"deploy/compose/sluice-{device.value}.toml"
+
+
+def _compose(built: Mapping[Device, Topology]) -> str:
+    profiles = [_Profile(device) for device in built]
     common = built[Device.CPU]
     services: Table = {"init": _init()}
     for process in common.processes:
@@ -81,9 +96,8 @@ def render(file: MeshFile) -> str:
     document: Table = {
         "name": "sluice",
         "services": services,
-        "configs": {
-            one.config: {"content": _literal(built[one.device].config_text)} for one in profiles
-        },
+        # Files, since Compose can put no inline text into a container that cannot be written to.
+        "configs": {one.config: {"file": f"./{config_path(one.device)}"} for one in profiles},
         "volumes": {"state": {}, "models": {}, "redis": {}},
     }
     return HEADER + yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120)
@@ -272,27 +286,9 @@ def _jaeger() -> Table:
     }
 
 
-class _Literal(str):
-    """A text that is written as a block."""
-
-    __slots__ = ()
-
-
-def _literal(text: str) -> _Literal:
-    # Compose fills in variables inside the content of a config.
-    return _Literal(text.replace("$", "$$"))
-
-
 class _Dumper(yaml.SafeDumper):
     """Repeats instead of anchors, which are hard to read."""
 
     def ignore_aliases(self, data: object) -> bool:
         """Always."""
         return True
-
-
-def _represent_literal(dumper: yaml.SafeDumper, text: _Literal) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|")
-
-
-_Dumper.add_representer(_Literal, _represent_literal)

@@ -35,13 +35,25 @@ def rotate(path: Path, bytes_max: int, kept: int) -> bool:
     return True
 
 
-def tail(path: Path, lines: int) -> list[str]:
-    """The last `lines` lines, at most 256 KiB of them; empty when there is no file."""
+def size_of(path: Path) -> int:
+    """Bytes in the file; 0 when there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def tail(path: Path, lines: int, end: int | None = None) -> list[str]:
+    """The last `lines` lines, at most 256 KiB of them; empty when there is no file.
+
+    `end` is where the file ended for the caller: who goes on from there misses nothing.
+    """
     try:
         with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES_MAX))
-            text = file.read().decode("utf-8", "replace")
+            size = file.seek(0, 2) if end is None else end
+            start = max(0, size - TAIL_BYTES_MAX)
+            file.seek(start)
+            text = file.read(size - start).decode("utf-8", "replace")
     except FileNotFoundError:
         return []
     return list(deque(text.splitlines(), maxlen=lines))

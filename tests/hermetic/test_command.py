@@ -19,7 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from sluice.command.client import MeshClient
 from sluice.command.up_screen import CALLS_END, CALLS_START
+from sluice.common.v1 import input_pb2, sampling_pb2
+from sluice.scheduler.v1 import generate_pb2
 from tests.hermetic.local_mesh import LocalMesh, kill, local_mesh, until
 
 LABEL = "SIMULATED answer"
@@ -140,16 +143,26 @@ def test_a_wrong_key_is_refused_with_its_reason(mesh: LocalMesh) -> None:
     assert "UNAUTHENTICATED" in done.stderr
 
 
-def test_chat_sends_the_conversation_so_far(mesh: LocalMesh) -> None:
-    turns = "Hello\n\nHello\n/reset\nHello\n"
-    done = type_in(mesh, "chat", "--max-tokens", "6", "--temperature", "0", text=turns)
+def answer_to(mesh: LocalMesh, *turns: tuple[str, str]) -> str:
+    key = (mesh.runtime / "api-key").read_text().strip()
+    request = generate_pb2.GenerateTextRequest(
+        messages=[input_pb2.ChatMessage(role=role, content=content) for role, content in turns],
+        sampling=sampling_pb2.SamplingParams(temperature=0.0, max_tokens=6),
+    )
+    with MeshClient(f"127.0.0.1:{mesh.port}", key) as client:
+        return client.generate_text(request, 20.0).text
+
+
+def test_chat_sends_the_conversation_so_far_and_forgets_it_on_reset(mesh: LocalMesh) -> None:
+    # The simulated text is a function of the whole conversation.
+    first = answer_to(mesh, ("user", "Hello"))
+    second = answer_to(mesh, ("user", "Hello"), ("assistant", first), ("user", "Bye"))
+    assert second != answer_to(mesh, ("user", "Hello"), ("user", "Bye"))
+    typed = "Hello\n\nBye\n/reset\nHello\n/exit\nnever sent\n"
+    done = type_in(mesh, "chat", "--max-tokens", "6", "--temperature", "0", text=typed)
     assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{first}\n{second}\n{first}\n"
     assert done.stderr.count(LABEL) == 3
-    first = type_in(mesh, "chat", "--max-tokens", "6", "--temperature", "0", text="Hello\n")
-    # The simulated text is a function of the whole conversation: after /reset the first comes back.
-    assert done.stdout.startswith(first.stdout)
-    assert done.stdout.endswith(first.stdout)
-    assert done.stdout != first.stdout * 3
 
 
 def test_models_lists_what_is_served(mesh: LocalMesh) -> None:

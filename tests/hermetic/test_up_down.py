@@ -5,10 +5,11 @@ Method: the real command line in a folder and on ports of its own; processes are
 misbehave, or put in its way. Oracle: exit status, one clear line, run files, and the processes of
 the machine read without the product's own search. No seed: nothing here is random but the ports.
 
-Seen to fail on mutants of `sluice/command`: `processes.belonging` without groups (the engine's
-child survives `down`), `startup._start` without its `except BaseException` (Ctrl-C leaves
-processes), `supervisor._keep` without its loop (a killed service stays down), `preflight._ports`
-returning nothing (the busy port is not named).
+Seen to fail on mutants of `sluice/command`: `processes._family` without groups (a child that lost
+its parent survives `down`), `Service.end_group` doing nothing (one that hides survives a crash),
+`startup._start` without its `except BaseException` (Ctrl-C leaves processes), `supervisor._keep`
+without its loop (a killed service stays down), `preflight._ports` returning nothing (the busy port
+is not named).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sluice.command import processes
+from sluice.command import log_files, processes
 from sluice.command.probe import Health, check_grpc
 from tests.hermetic.local_mesh import LocalMesh, kill, local_mesh, plain, until
 
-UP = ("up", "--engine", "simulated", "--no-question", "--ready-timeout", "40")
+UP = ("up", "--engine", "simulated", "--no-question", "--ready-timeout", "90")
 NAMES = ("envoy", "scheduler", "execution", "chat-0", "embed-0")
 
 
@@ -45,6 +46,14 @@ def up(mesh: LocalMesh, *more: str) -> str:
 
 def serves(mesh: LocalMesh, name: str) -> bool:
     return check_grpc(mesh.record(name).ports["api"]) is Health.SERVING
+
+
+def has_ended(process: psutil.Process) -> bool:
+    # A zombie that its new parent has not reaped yet has ended.
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_up_starts_everything_and_says_how_to_call_it(mesh: LocalMesh) -> None:
@@ -150,10 +159,22 @@ def test_down_ends_a_child_that_hides_its_mark_and_ignores_sigterm(mesh: LocalMe
     mesh.behave(chat_0={"stray": True})
     up(mesh)
     (stray,) = psutil.Process(mesh.record("chat-0").pid).children()
-    # Its parent dies without ending it; the supervisor starts another one.
-    down = mesh.run("down")
-    assert down.returncode == 0
-    assert not processes.wait_for(stray.is_running, 0) or stray.status() == psutil.STATUS_ZOMBIE
+    assert mesh.run("down").returncode == 0
+    until(lambda: has_ended(stray), "the child has ended", limit_s=2)
+
+
+def test_down_finds_a_hidden_child_that_has_lost_parent_and_supervisor(mesh: LocalMesh) -> None:
+    mesh.behave(chat_0={"stray": True})
+    up(mesh)
+    leader = mesh.record("chat-0").identity
+    (stray,) = psutil.Process(leader.pid).children()
+    kill(mesh.record("supervisor").pid)
+    until(lambda: not processes.is_alive(mesh.record("supervisor").identity), "it is dead")
+    kill(leader.pid)
+    until(lambda: not processes.is_alive(leader), "the parent is dead")
+    assert stray.is_running()
+    assert mesh.run("down").returncode == 0
+    until(lambda: has_ended(stray), "the child has ended", limit_s=2)
 
 
 def test_what_a_crashed_service_leaves_is_ended_before_it_starts_again(mesh: LocalMesh) -> None:
@@ -163,7 +184,7 @@ def test_what_a_crashed_service_leaves_is_ended_before_it_starts_again(mesh: Loc
     (stray,) = psutil.Process(first).children()
     kill(first)
     until(lambda: mesh.record("chat-0").pid not in (0, first), "a new process")
-    assert not stray.is_running() or stray.status() == psutil.STATUS_ZOMBIE
+    assert has_ended(stray)
 
 
 def test_down_kills_a_service_that_does_not_stop_within_its_drain_time(mesh: LocalMesh) -> None:
@@ -246,6 +267,24 @@ def test_logs_are_bounded_and_shown(mesh: LocalMesh) -> None:
     assert log.with_name("execution.log.1").stat().st_size >= 99_000
     shown = mesh.run("logs", "chat-0")
     assert "stand-in started" in shown.stdout
+
+
+def test_logs_follow_a_log_through_its_rotation(mesh: LocalMesh) -> None:
+    log = mesh.paths.log("execution")
+    up(mesh)
+    following = mesh.start("logs", "execution", "--follow", "--raw", "--lines", "1")
+    assert following.stdout is not None
+    assert "stand-in started" in following.stdout.readline()
+    for text in ("before", "after"):
+        with log.open("a") as file:
+            file.write(f"{text}\n")
+        assert following.stdout.readline() == f"{text}\n"
+        log_files.rotate(log, 0, kept=2)
+        # The reader looks every 0.3 s; a shorter file tells it that the log was rotated.
+        until(lambda: following.poll() is None, "it goes on")
+    following.send_signal(signal.SIGINT)
+    following.communicate(timeout=10)
+    assert following.returncode == 130
 
 
 def test_status_shows_every_process_and_its_health(mesh: LocalMesh) -> None:

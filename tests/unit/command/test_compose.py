@@ -38,9 +38,19 @@ def tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_committed_file_is_what_the_topology_renders() -> None:
-    text = render(read(ROOT / "sluice.toml", {}))
-    assert COMPOSE.read_text() == text, "run `sluice compose render --out docker-compose.yml`"
+def test_the_committed_files_are_what_the_topology_renders() -> None:
+    files = render(read(ROOT / "sluice.toml", {}))
+    assert COMPOSE.name in files
+    for name, text in files.items():
+        assert (ROOT / name).read_text() == text, "run `sluice compose render`"
+
+
+def test_what_the_compose_file_mounts_from_the_repository_exists(document: dict[str, Any]) -> None:
+    rendered = render(read(ROOT / "sluice.toml", {}))
+    for config in document["configs"].values():
+        # Inline content cannot be put into a container that is read-only.
+        assert config.keys() == {"file"}
+        assert config["file"].removeprefix("./") in rendered
 
 
 def test_the_compose_file_fits_the_schema() -> None:
