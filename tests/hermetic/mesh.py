@@ -8,6 +8,7 @@ health, `WatchLoad`, `WatchStatus`. On exit every process is ended; logs stay in
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -213,12 +214,10 @@ class Mesh:
             status = self.status(name)
             if status.open_streams:
                 found.append(f"{name}: {status.open_streams} open streams")
-            for entry in status.classes:
-                if entry.waiting or entry.running:
-                    found.append(f"{name}: class {entry.priority_class} has requests")
-            for instance in status.instances:
-                if instance.running or instance.kv_tokens:
-                    found.append(f"{name}: room held on {instance.name}")
+            busy = [entry for entry in status.classes if entry.waiting or entry.running]
+            found += [f"{name}: class {entry.priority_class} has requests" for entry in busy]
+            held = [entry.name for entry in status.instances if entry.running or entry.kv_tokens]
+            found += [f"{name}: room held on {instance}" for instance in held]
         return found
 
     def reachable(self, name: str, among: Sequence[str] = ()) -> bool:
@@ -282,16 +281,9 @@ class Mesh:
         """Scripts the faults of every instance, from the next request on."""
         path = self.folder / "faults.json"
         fresh = path.with_suffix(".new")
-        fresh.write_text(dumps_json({"rules": rules}))
+        fresh.write_text(json.dumps({"rules": rules}))
         fresh.replace(path)
         time.sleep(0.03)  # the engine looks at the file every 20 ms at most
-
-
-def dumps_json(value: object) -> str:
-    """JSON on one line."""
-    import json
-
-    return json.dumps(value)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -157,7 +158,7 @@ async def collect(
                 answer.times.append(time.monotonic())
         except grpc.aio.AioRpcError as error:
             answer.error = from_rpc_error(error)
-            answer.trailers = {key: value for key, value in error.trailing_metadata() or ()}
+            answer.trailers = dict(error.trailing_metadata() or ())
     return answer
 
 
@@ -187,6 +188,4 @@ def fresh_id(prefix: str = "test") -> str:
 
 def sim(prompt: str = "Hello", **fault: object) -> str:
     """A prompt that scripts the engine; see inference_svc/adapters/simulated_faults.py."""
-    import json
-
     return f"{prompt} [[sim: {json.dumps(fault)}]]"
