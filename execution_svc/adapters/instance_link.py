@@ -117,6 +117,11 @@ class InstanceLink:
         start.traceparent = span.traceparent
         return span
 
+    @property
+    def open_slots(self) -> int:
+        """Starts taken over and not ended."""
+        return len(self._open)
+
     def drain(self) -> None:
         """The scheduler starts nothing more."""
         self._drain_due = True

@@ -19,7 +19,7 @@ from execution_svc.adapters.counts import Counts
 from execution_svc.adapters.instance_link import InstanceLink
 from execution_svc.adapters.relay import Relay
 from sluice import logs
-from sluice.errors import SluiceError, exhausted, invalid
+from sluice.errors import SluiceError, exhausted, invalid, unavailable
 from sluice.execution.v1 import execution_pb2
 from sluice.frames import FrameConnection, FrameWriter, LossKind, read_frames
 from sluice.ids import is_request_id
@@ -32,6 +32,8 @@ log = logs.get(__name__)
 
 LINKS_MAX = 1024  # instances of one scheduler stream
 ADDRESS_CHARS_MAX = 256
+DRAIN_IDLE_S = 1.0
+DRAIN_POLL_S = 0.05
 
 Connection = FrameConnection[
     execution_pb2.ExecuteFramesResponse, execution_pb2.ExecuteFramesRequest
@@ -61,7 +63,7 @@ class SchedulerStream:
         self._sent = 0
         self._received = 0
         self._peer_drains = False
-        self._draining = False
+        self._draining = asyncio.Event()
         self._draining_told = False
 
     def __len__(self) -> int:
@@ -73,9 +75,11 @@ class SchedulerStream:
         async with asyncio.TaskGroup() as group:
             self._group = group
             group.create_task(self._writer.run())
+            drained = group.create_task(self._until_drained())
             async with aclosing(read_frames(self._connection)) as frames:
                 async for frame in frames:
                     self._take(frame)
+            drained.cancel()
             # The scheduler half-closed: its slots have ended, or it wants them to.
             for link in self._links.values():
                 link.detach()
@@ -87,8 +91,19 @@ class SchedulerStream:
         """Tells the scheduler that this replica starts nothing more. A start that crosses this on
         its way is still relayed: the mesh has admitted it, and the scheduler stops within one
         round trip."""
-        self._draining = True
+        self._draining.set()
         self._writer.wake()
+
+    async def _until_drained(self) -> None:
+        """A scheduler half-closes when its slots have ended. One that does not must not hold up
+        this replica's end: its stream is ended for it once nothing has been open for a while."""
+        await self._draining.wait()
+        idle_since = self._loop.time()
+        while self._loop.time() - idle_since < DRAIN_IDLE_S:
+            await asyncio.sleep(DRAIN_POLL_S)
+            if any(link.open_slots for link in self._links.values()):
+                idle_since = self._loop.time()
+        raise unavailable("DRAINING", "This replica has drained.")
 
     def _take(self, frame: execution_pb2.ExecuteFramesRequest) -> None:
         received_at = self._loop.time()
@@ -178,13 +193,14 @@ class SchedulerStream:
 
     def _compose(self, heartbeat_due: bool) -> execution_pb2.ExecuteFramesResponse | None:
         message = self.relay.take()
+        draining = self._draining.is_set()
         if message is None:
-            if not heartbeat_due and self._draining == self._draining_told:
+            if not heartbeat_due and draining == self._draining_told:
                 return None
             message = execution_pb2.ExecuteFramesResponse()
         self._sent += 1
         self._counts.frames["scheduler_out"] += 1
         message.sequence = self._sent
-        if self._draining:
+        if draining:
             message.draining = self._draining_told = True
         return message

@@ -287,6 +287,22 @@ async def test_a_replica_that_drains_says_so_and_lets_work_end() -> None:
         await refused.stop()
 
 
+async def test_a_drain_does_not_wait_for_a_scheduler_that_does_not_close() -> None:
+    engine = FakeEngine(step_s=0.01)
+    async with instance("a", engine) as a, execution() as relay:
+        scheduler = relay.open()
+        await scheduler.send(part("a", a.address, make_start(0, max_tokens=150)))
+        await scheduler.until(lambda: scheduler.of)
+        draining = asyncio.create_task(relay.servicer.drain())
+        await scheduler.peer("a").over(0)
+        assert len(scheduler.peer("a").text(0).split()) == 150
+        await asyncio.wait_for(draining, 3.0)
+        await scheduler.until(lambda: scheduler.broken)
+        assert scheduler.broken is not None
+        assert scheduler.broken.error is not None
+        assert scheduler.broken.error.reason == "DRAINING"
+
+
 async def test_close_fences_an_instance_stream_without_a_loss() -> None:
     engine = FakeEngine(step_s=0.01)
     async with instance("a", engine) as a, execution() as relay:

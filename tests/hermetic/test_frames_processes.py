@@ -41,7 +41,7 @@ engine = "{engine}"
 model = "sim"
 [instance.simulated]
 decode_step_ms = 20.0
-start_s = 0.5
+start_s = {start_s}
 """
 
 
@@ -102,7 +102,7 @@ async def until_serving(channel: grpc.aio.Channel) -> None:
 async def mesh(folder: Path) -> AsyncIterator[tuple[Service, Service, SchedulerPeer]]:
     """An instance, a replica, and a scheduler with STREAMS requests in flight."""
     ports = {"inference": free_port(), "execution": free_port()}
-    (folder / "sluice.toml").write_text(CONFIG.format(engine="simulated", **ports))
+    (folder / "sluice.toml").write_text(CONFIG.format(engine="simulated", start_s=0.1, **ports))
     bind = f"127.0.0.1:{ports['execution']}"
     async with (
         service("inference_svc", folder, ports["inference"]) as instance,
@@ -173,7 +173,9 @@ async def test_an_instance_that_is_killed_is_lost_within_a_second(tmp_path: Path
 
 async def test_the_server_is_up_before_the_engine_and_says_what_it_serves(tmp_path: Path) -> None:
     port = free_port()
-    (tmp_path / "sluice.toml").write_text(CONFIG.format(engine="simulated", inference=port))
+    # Far longer than a channel takes to find the server.
+    config = CONFIG.format(engine="simulated", inference=port, start_s=4.0)
+    (tmp_path / "sluice.toml").write_text(config)
     async with service("inference_svc", tmp_path, port) as instance:
         channel = open_channel(instance.address)
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -204,7 +206,8 @@ async def test_a_wrong_engine_ends_the_process_with_the_setting_s_name(
     tmp_path: Path, engine: str
 ) -> None:
     port = free_port()
-    (tmp_path / "sluice.toml").write_text(CONFIG.format(engine=engine, inference=port))
+    config = CONFIG.format(engine=engine, inference=port, start_s=0.1)
+    (tmp_path / "sluice.toml").write_text(config)
     async with service("inference_svc", tmp_path, port) as instance:
         assert await instance.ended() == 78
         assert "instance.sim-0.engine" in instance.log.read_text()
