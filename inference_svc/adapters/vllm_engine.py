@@ -21,10 +21,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from inference_svc.adapters import vllm_launch as launch
 from inference_svc.adapters.constraint_checker import ConstraintChecker
+from inference_svc.adapters.vllm_processes import EngineProcesses
 from inference_svc.adapters.vllm_settings import GIB, EngineTask, VllmSettings, settings_of
 from inference_svc.config import InstanceConfig
 from inference_svc.domain import continuation as rules
@@ -57,6 +56,7 @@ _log = logging.getLogger(__name__)
 ABORT_S_MAX = 3.0
 SHUTDOWN_S_MAX = 18.0
 WARM_UP_S_MAX = 300.0
+MAKING_WATCH_S = 0.5
 
 _COMPILED = {
     ConstraintKind.JSON_SCHEMA: "json_schema",
@@ -91,7 +91,9 @@ class VllmEngine:
         self._generations: set[VllmGeneration] = set()
         self._busy_since_s = 0.0
         self._embeddings = 0
-        self._processes: list[psutil.Process] = []
+        self._started = False
+        self._making: asyncio.Future[Any] | None = None
+        self._processes = EngineProcesses()
         # Kept alive: a process that vLLM starts may be tied to the thread that started it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
 
@@ -99,16 +101,15 @@ class VllmEngine:
 
     async def start(self) -> None:
         """See ``Engine``. Raises EngineConfigError, TimeoutError and whatever vLLM raises."""
-        before = set(launch.children())
+        await self._processes.begin()
         try:
             async with asyncio.timeout(self._settings.start_s_max):
-                self._running = await self._start()
+                await self._start()
+            await self._processes.settle()
         except BaseException:
-            # The thread may still be inside vLLM; without its processes it comes to an end.
-            self._processes = [child for child in launch.children() if child not in before]
             await self.close()
             raise
-        self._processes = [child for child in launch.children() if child not in before]
+        self._started = True
 
     async def close(self) -> None:
         """See ``Engine``."""
@@ -134,9 +135,11 @@ class VllmEngine:
                     )
             except Exception:  # what is left is killed below
                 _log.exception("vLLM did not shut down in order")
+        elif self._making is not None and not self._making.done():
+            await self._end_making(self._making)
+        self._making = None
         del running, generations  # the last references to vLLM here
-        await asyncio.get_running_loop().run_in_executor(None, launch.end_all, self._processes)
-        self._processes = []
+        await self._processes.end()
         self._thread.shutdown(wait=False)
 
     @property
@@ -145,6 +148,7 @@ class VllmEngine:
         running = self._running
         return (
             running is not None
+            and self._started
             and not self._closing
             and not running.llm.errored
             and not self._stalled(running)
@@ -181,8 +185,7 @@ class VllmEngine:
 
         assert isinstance(prepared, VllmPrepared), "prepared by another engine"
         running = self._ready()
-        if not self._generations:
-            self._busy_since_s = asyncio.get_running_loop().time()
+        self._begin_work()
         generation = VllmGeneration(prepared, sink, running.token_bytes, self._generations.discard)
         self._generations.add(generation)
         generation.start(running.llm)
@@ -197,11 +200,21 @@ class VllmEngine:
             raise failed_precondition("NOT_AN_EMBEDDER", "This model generates; it does not embed.")
         from inference_svc.adapters.vllm_embed import embed
 
-        return await embed(
-            running.llm, running.text, running.description.context_tokens, request_id, prompts
-        )
+        self._begin_work()
+        self._embeddings += 1
+        try:
+            return await embed(
+                running.llm, running.text, running.description.context_tokens, request_id, prompts
+            )
+        finally:
+            self._embeddings -= 1
 
     # --- inside ---
+
+    def _begin_work(self) -> None:
+        """Notes since when there is work without a break, for :meth:`_stalled`."""
+        if not self._generations and not self._embeddings:
+            self._busy_since_s = asyncio.get_running_loop().time()
 
     def _ready(self) -> _Running:
         running = self._running
@@ -211,8 +224,17 @@ class VllmEngine:
             raise unavailable("ENGINE_FAILED", "The engine failed.")
         return running
 
+    async def _end_making(self, making: asyncio.Future[Any]) -> None:
+        """Ends a start that was given up: the thread inside vLLM comes back with an error once the
+        processes that it has started, or is about to start, are gone."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_S_MAX):
+                while not making.done():
+                    await self._processes.kill()
+                    await asyncio.wait([making], timeout=MAKING_WATCH_S)
+
     def _stalled(self, running: _Running) -> bool:
-        if not self._generations:
+        if not self._generations and not self._embeddings:
             return False
         last_step_s = running.statistics.last_step_s or 0.0
         since_s = max(last_step_s, self._busy_since_s)
@@ -267,12 +289,14 @@ class VllmEngine:
             end = OutputEnd(0, FinishReason.LENGTH)
         return VllmPrepared(spec, tuple(prompt), limits.most, params, continued, end)
 
-    async def _start(self) -> _Running:
+    async def _start(self) -> None:
         loop = asyncio.get_running_loop()
         made: list[SchedulerStatistics] = []
-        run: Callable[..., Any] = partial(loop.run_in_executor, self._thread)
-        llm = await run(launch.make_llm, self._settings, loop.time, made.append)
-        # From here on close() has something to shut down, whatever fails below.
+        run: Callable[..., asyncio.Future[Any]] = partial(loop.run_in_executor, self._thread)
+        await run(launch.import_vllm, self._settings)
+        self._making = run(launch.make_llm, self._settings, loop.time, made.append)
+        # Shielded, so that close() can wait for the thread's end when this start is given up.
+        llm = await asyncio.shield(self._making)
         from inference_svc.adapters.vllm_text import TextWorker, TokenBytes
 
         text = TextWorker(llm)
@@ -303,7 +327,6 @@ class VllmEngine:
             running.description = await self._warm_up(running)
         if checker is not None:
             await checker.start()
-        return running
 
     async def _warm_up(self, running: _Running) -> ModelDescription:
         """One request through everything: a model that cannot answer must not look ready. For an

@@ -1,24 +1,21 @@
-"""Starting vLLM, describing what it serves, and making sure that its processes end.
+"""Starting and stopping vLLM, and describing what it serves.
 
-Functions without state. All but :func:`children` block; they run on the engine's own thread, never
-on the event loop. vLLM is imported inside them.
+Functions without state. They block, and run on the engine's own thread, never on the event loop.
+vLLM is imported inside them.
 
-Failure modes: whatever vLLM raises when a model does not load; a process that outlives its shutdown
-is killed.
+Failure modes: whatever vLLM raises when a model does not load.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
-from collections.abc import Callable, Sequence
+import os
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 from inference_svc.adapters.model_fingerprint import fingerprint_folder, fingerprint_name
 from inference_svc.adapters.vllm_settings import (
@@ -26,6 +23,7 @@ from inference_svc.adapters.vllm_settings import (
     VllmSettings,
     adopt_logging,
     engine_arguments,
+    prepare_environment,
 )
 from inference_svc.ports import GenerationEnd, ModelDescription
 
@@ -34,8 +32,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-KILL_S_MAX = 5.0
 VLLM_GRACE_S = 10.0  # given to vLLM itself, within the engine's SHUTDOWN_S_MAX
+
+
+def import_vllm(settings: VllmSettings) -> None:
+    """Imports vLLM, which takes seconds. A step of its own: some library keeps a traceback of its
+    import, and with it every caller's variables, for good."""
+    prepare_environment(settings, os.environ)
+    for library in ("torch", "vllm"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=library)
+    import vllm.v1.engine.async_llm  # noqa: F401
+
+    adopt_logging()
 
 
 def make_llm(
@@ -49,7 +57,6 @@ def make_llm(
 
     from inference_svc.adapters.vllm_stats import statistics_factory
 
-    adopt_logging()
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[statistics_factory(clock, made)])
     adopt_logging()  # the start may have set it up once more
     return llm
@@ -156,37 +163,6 @@ class WarmUpSink:
         self.over.set()
 
 
-def children() -> list[psutil.Process]:
-    """All processes below this one."""
-    return list(psutil.Process().children(recursive=True))
-
-
 def shut_down(llm: Any) -> None:  # vllm AsyncLLM
     """Ends vLLM in order and frees what it holds in this process."""
     llm.shutdown(timeout=VLLM_GRACE_S)
-
-
-def end_all(processes: Sequence[psutil.Process]) -> None:
-    """Kills those that are left and waits for them. A process is known by pid and start time, so
-    a pid in new use is not touched."""
-    gc.collect()  # vLLM's objects refer to each other, and complain when found at exit
-    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # no public way
-    left = [one for one in processes if one.pid != tracker and one.is_running()]
-    for process in left:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(left, timeout=KILL_S_MAX)
-    if all(one.pid == tracker for one in children()):
-        _stop_resource_tracker()
-
-
-def _stop_resource_tracker() -> None:
-    """Ends the helper process that Python starts beside spawned ones; it is started anew on demand.
-
-    Killed instead, it would make Python warn of leaks the next time. Only when no child is left:
-    each holds its pipe open, and this waits for its end."""
-    stop = getattr(resource_tracker._resource_tracker, "_stop", None)  # no public way
-    if stop is not None:
-        stop()

@@ -35,8 +35,9 @@ _ENVIRONMENT = {
     # process its records go to the service's own handlers (see ``adopt_logging``).
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "PYTHONWARNINGS": "ignore",  # of its processes: deprecations inside torch
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",  # one prompt at a time, on one thread
-    "TQDM_DISABLE": "1",  # progress bars garble a log
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy the service's threads and sockets
 }
 # These hold request content in their warnings (a template's own words, a constraint's text).
@@ -153,8 +154,8 @@ def adopt_logging() -> None:
 
 
 def engine_arguments(settings: VllmSettings) -> Any:  # vLLM's AsyncEngineArgs
-    """Translates the settings into vLLM's arguments. Raises EngineConfigError."""
-    prepare_environment(settings, os.environ)
+    """Translates the settings into vLLM's arguments; the environment was prepared before. Raises
+    EngineConfigError."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
@@ -181,6 +182,7 @@ def engine_arguments(settings: VllmSettings) -> Any:  # vLLM's AsyncEngineArgs
     defaults: dict[str, object] = {
         # Only our own statistics reader is installed; the default one prints.
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         # vLLM's "auto" compiles what xgrammar lacks with a second backend, but keeps the first
         # backend that it ever used and then ignores parts of a schema. A refusal is better.
         # Compact JSON: free to, small models write line breaks until max_tokens.

@@ -132,7 +132,7 @@ class SchedulerStatistics(PrometheusStatLogger):  # type: ignore[misc]  # vLLM i
 
 def statistics_factory(
     clock: Callable[[], float], made: Callable[[SchedulerStatistics], None]
-) -> type[SchedulerStatistics]:
+) -> Any:  # a class, of which vLLM makes the instance
     """The class that vLLM is given as a stat logger: vLLM makes the one instance, which ``made``
     receives. ``clock`` is the event loop's."""
 
