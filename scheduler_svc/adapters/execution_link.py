@@ -16,6 +16,8 @@ import hashlib
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
+from google.protobuf.message import DecodeError
+
 from scheduler_svc.adapters.lane import FRAME_BYTES_MAX, Lane, Slot
 from scheduler_svc.domain.model import InstanceName
 from sluice import logs
@@ -191,6 +193,8 @@ class ExecutionLink:
         if response.draining != self.draining:
             self.draining = response.draining
             self._observer.link_changed(self)
+        if self.draining and not self.open_slots():
+            self.close()  # the replica stops when its streams are half-closed
 
     def _read_instance(
         self, lane: Lane, frame: inference_pb2.GenerateFramesResponse, now: float
@@ -215,7 +219,13 @@ class ExecutionLink:
 
     def _read_deltas(self, lane: Lane, batch: bytes, now: float) -> None:
         slots = lane.slots()
-        deltas = inference_pb2.DeltaBatch.FromString(batch).deltas
+        try:
+            deltas = inference_pb2.DeltaBatch.FromString(batch).deltas
+        except DecodeError:
+            lane.close_due = True
+            self._observer.lane_lost(lane, list(lane.take_all()), "MALFORMED_OUTPUT")
+            self._wake(lane)
+            return
         self.deltas_read += len(deltas)
         for delta in deltas:
             slot = slots.get(delta.slot)

@@ -377,6 +377,9 @@ class Gate:
                 link = choose_link(name, self.links)
                 if link is not None:
                     self._lanes[name] = link.lane(name, address)
+                elif self._lanes.pop(name, None) is not None:
+                    # What runs there ends as it will; nothing more is started.
+                    self.domain.credit(name, 0, 0, now)
 
     # Ends of attempts.
 
@@ -437,6 +440,10 @@ class Gate:
         else:
             name = inference_pb2.RejectReason.Name(rejected.reason)
             log.error("an instance rejected a start", instance=live.instance, reason=name)
+            if rejected.reason == inference_pb2.REJECT_REASON_ENGINE_DOWN:
+                # Until its next report says more: a request would use up its attempts there.
+                instance = live.instance
+                self.post(lambda now: self.domain.unreachable(instance, name, now))
             self.post(lambda now: self._failed(slot, now))
 
     def _failed(self, slot: Slot, now: float, error: SluiceError | None = None) -> None:

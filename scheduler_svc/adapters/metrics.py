@@ -6,13 +6,16 @@ are classes, outcomes and instance names only.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 
 from scheduler_svc.adapters.gate import Gate
 from scheduler_svc.adapters.live_request import LiveRequest
 from scheduler_svc.domain.model import Outcome, PriorityClass, Ticket
+from sluice import context
 from sluice import telemetry_names as names
+from sluice.errors import SluiceError
 from sluice.telemetry import Labels, Span, Telemetry, current_traceparent
 
 
@@ -51,9 +54,14 @@ class SchedulerMetrics:
             kind="server",
         )
 
-    def refused(self, outcome: Outcome) -> None:
+    def refused(self, outcome: Outcome, error: SluiceError) -> None:
         """A request was refused before it was admitted."""
         self.outcomes[None, outcome] += 1
+        span = self._telemetry.span(names.SPAN_REQUEST, current_traceparent(), kind="server")
+        if span.recording:
+            span.set(names.ATTR_REQUEST_ID, context.request_id.get())
+            span.set(names.ATTR_OUTCOME, outcome.value)
+        span.end(error.reason)
 
     def ended(self, live: LiveRequest, outcome: Outcome, now: float, span: Span) -> None:
         """A request is over."""
@@ -74,7 +82,23 @@ class SchedulerMetrics:
                 self._tpot.record((live.last_token_s - live.first_token_s) / gaps, label)
         if span.recording:
             self._describe(span, live, outcome)
-        span.end(None if outcome is Outcome.FINISHED else outcome.value)
+            self._trace_queue(span, live, now)
+        if outcome is Outcome.FINISHED:
+            span.end()
+        else:
+            span.end(live.error.reason if live.error is not None else outcome.name)
+
+    def _trace_queue(self, request: Span, live: LiveRequest, now: float) -> None:
+        """The wait in the queue as a span. It is known only at the end: the dispatch that counted
+        is the last one, and a request may leave the queue without any."""
+        unix_ns = time.time_ns()
+        left_s = live.dispatch_s or now
+        queue = self._telemetry.span(
+            names.SPAN_QUEUE,
+            request.traceparent,
+            start_unix_ns=unix_ns - int((now - live.ticket.arrival_s) * 1e9),
+        )
+        queue.end(end_unix_ns=unix_ns - int((now - left_s) * 1e9))
 
     @staticmethod
     def _describe(span: Span, live: LiveRequest, outcome: Outcome) -> None:

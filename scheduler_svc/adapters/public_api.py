@@ -41,6 +41,7 @@ from sluice.execution.v1 import execution_pb2, execution_pb2_grpc
 from sluice.inference.v1 import inference_pb2
 from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
 from sluice.status import from_rpc_error
+from sluice.telemetry import current_tracestate
 
 _OUTCOMES: Final = {
     Code.INVALID_ARGUMENT: Outcome.INVALID,
@@ -190,7 +191,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             if not self._gate.flush.can_open(caller.priority_class):
                 raise no_capacity(retry_after_s=1.0)
         except SluiceError as refusal:
-            self._metrics.refused(_OUTCOMES.get(refusal.code, Outcome.INTERNAL))
+            self._metrics.refused(_OUTCOMES.get(refusal.code, Outcome.INTERNAL), refusal)
             raise
         live = LiveRequest(
             ticket,
@@ -212,7 +213,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             ticket.first_token_limit_s = ticket.deadline_s
             ticket.prompt_tokens = self._gate.domain.expected_prompt_tokens(model, size_bytes)
         except SluiceError as refusal:
-            self._metrics.refused(_OUTCOMES.get(refusal.code, Outcome.INTERNAL))
+            self._metrics.refused(_OUTCOMES.get(refusal.code, Outcome.INTERNAL), refusal)
             raise
         work = inference_pb2.Work(request_id=caller.request_id, model=model)
         return LiveRequest(ticket, work, self._gate.flush, loop=self._loop, unary=True)
@@ -253,6 +254,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         ticket = live.ticket
         span = self._metrics.request_span(ticket)
         live.traceparent = span.traceparent
+        live.tracestate = current_tracestate()
         task = asyncio.current_task()
         assert task is not None
         live.abandon = task.cancel

@@ -82,7 +82,10 @@ def parse(text: str) -> TenantTable:
         raise TenantsFileError(f"not TOML: {error}") from error
     by_key_hash: dict[str, Tenant] = {}
     names: set[str] = set()
-    for number, entry in enumerate(document.get("tenant", [])):
+    entries = document.get("tenant", [])
+    if not isinstance(entries, list):
+        raise TenantsFileError("tenant: must be an array of tables: [[tenant]]")
+    for number, entry in enumerate(entries):
         where = f"tenant[{number}]"
         tenant = _tenant(entry, where)
         if tenant.name in names:
@@ -139,6 +142,7 @@ class TenantsFile:
     """The current table, kept fresh."""
 
     def __init__(self, path: Path) -> None:
+        self.reloads = 0
         self.reloads_failed = 0
         self._path = path
         self._stamp = self._stat()
@@ -175,6 +179,7 @@ class TenantsFile:
         self._stamp = stamp
         try:
             self._table = parse(self._path.read_text())
+            self.reloads += 1
             log.info("tenants file read again")
         except (OSError, UnicodeDecodeError, TenantsFileError) as error:
             self.reloads_failed += 1

@@ -44,6 +44,8 @@ class ScriptedExecution:
         self.cancels: list[tuple[str, inference_pb2.Cancel]] = []
         self.opened: list[str] = []
         self.refuse_connections = False
+        self.draining = False
+        self.half_closed = False
         self._server: ServerSide | None = None
         self._sequence = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -70,6 +72,7 @@ class ScriptedExecution:
             while (frame := await server.read()) is not None:
                 for part in frame.parts:
                     await self._part(part)
+            self.half_closed = True
         except FrameBroken:
             pass
         finally:
@@ -99,6 +102,7 @@ class ScriptedExecution:
     ) -> None:
         self._sequence += 1
         response.sequence = self._sequence
+        response.draining = self.draining
         await server.write(response)
 
     async def send(self, name: str, frame: inference_pb2.GenerateFramesResponse) -> None:
@@ -117,6 +121,12 @@ class ScriptedExecution:
         self.opened.remove(name)
         assert self._server is not None
         await self._send(self._server, response)
+
+    async def drain(self) -> None:
+        """Says that it drains, and from then on with every frame."""
+        self.draining = True
+        assert self._server is not None
+        await self._send(self._server, execution_pb2.ExecuteFramesResponse())
 
     def break_stream(self) -> None:
         """Breaks the whole stream, as a killed execution service does."""

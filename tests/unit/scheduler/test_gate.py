@@ -327,3 +327,44 @@ def test_a_new_epoch_frees_everything_that_was_started_before(scenario: Play) ->
         r.gate.leave(again, Outcome.FINISHED)
 
     scenario(body)
+
+
+def test_a_draining_replica_gets_no_more_starts_and_is_left_when_its_slots_ended(
+    scenario: Play,
+) -> None:
+    async def body(r: Rig) -> None:
+        r.report()
+        running = r.submit()
+        await r.settle()
+        await r.execution.accept()
+        await r.execution.drain()
+        await r.settle()
+        waiting = r.submit()
+        await r.settle()
+        assert len(r.execution.starts) == 1
+        assert not r.execution.half_closed
+        await r.execution.end(0)
+        await r.settle()
+        assert r.execution.half_closed
+        r.gate.leave(running, Outcome.FINISHED)
+        r.gate.leave(waiting, Outcome.CANCELLED)
+
+    scenario(body)
+
+
+def test_output_that_cannot_be_read_loses_the_lane_and_nothing_else(scenario: Play) -> None:
+    async def body(r: Rig) -> None:
+        r.report()
+        live = r.submit()
+        await r.settle()
+        await r.execution.accept()
+        await r.execution.delta("a", 0)
+        await r.execution.send(
+            "chat-0", inference_pb2.GenerateFramesResponse(deltas=b"\xff\xff\xff")
+        )
+        await r.settle()
+        assert live.outcome is Outcome.INSTANCE_FAILED
+        assert all(link.connected for link in r.gate.links)
+        r.gate.leave(live, Outcome.INSTANCE_FAILED)
+
+    scenario(body)

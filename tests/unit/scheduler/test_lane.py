@@ -179,4 +179,3 @@ def test_a_large_start_waits_for_a_frame_of_its_own(setup: Setup) -> None:
     assert setup.lane.compose(part, FRAME_BYTES_MAX - 1, 0.0) == 0
     assert not part.frame.starts
     assert setup.wakes >= 2, "the lane asks to be composed again"
-

@@ -101,6 +101,22 @@ def test_nothing_is_owed_for_a_time_in_which_a_class_had_nothing_waiting() -> No
     assert [t.priority_class for t in drain(queue, 2)] == [PriorityClass.CRITICAL] * 2
 
 
+def test_an_owed_class_offers_one_ticket_ahead_of_its_rank_and_no_second_one() -> None:
+    """Mutant seen to fail: ``order`` that does not ask what was tried."""
+    bounds = {cls: ClassLimits(50, 10**9, 50, 10**9, 1.0) for cls in PriorityClass}
+    queue = TicketQueue(bounds)
+    for cls in (PriorityClass.CRITICAL, PriorityClass.BATCH):
+        for _ in range(3):
+            queue.push(a_ticket(priority_class=cls))
+    assert [t.priority_class for t in drain(queue, 1)] == [PriorityClass.CRITICAL]
+    first = queue.take(LINE, {}, 4)
+    second = queue.take(LINE, {PriorityClass.BATCH: 1}, 4)
+    assert first is not None
+    assert second is not None
+    assert first.priority_class is PriorityClass.BATCH
+    assert second.priority_class is PriorityClass.CRITICAL
+
+
 @pytest.mark.parametrize(
     ("bounds", "size_bytes", "scope"),
     [
@@ -292,6 +308,5 @@ class QueueMachine(RuleBasedStateMachine):
 @pytest.mark.timeout(SEARCH_TIMEOUT_S)
 def test_the_queue_agrees_with_a_sorted_list() -> None:
     """Goal: order and bounds. Method: random pushes, takes, restores, removals. Oracle: a list.
-    Mutants seen to fail: ``restore`` with a new stamp; ``leave`` that keeps the bytes; an owed
-    class that may offer a second ticket."""
+    Mutants seen to fail: ``restore`` with a new stamp; ``leave`` that keeps the bytes."""
     run_state_machine_as_test(QueueMachine, settings=SEARCH)

@@ -100,11 +100,15 @@ def test_a_ticket_that_fits_nowhere_now_lets_a_smaller_one_of_its_class_pass_but
 
 
 def test_a_lower_class_never_takes_the_room_that_a_waiting_higher_class_could_use() -> None:
-    bench = Bench("a", report={"kv_tokens": 1_000}, kv_reserve=0.0, classes=NO_SHARE)
-    bench.dispatch(a_ticket())
-    urgent = a_ticket(priority_class=PriorityClass.CRITICAL, prompt_tokens=900)
-    bench.submit(urgent, a_ticket(priority_class=PriorityClass.BATCH))
-    assert bench.turn() == []
+    """Mutant seen to fail: ``find`` without the rule on classes."""
+    bench = Bench("a", "b", report={"kv_tokens": 1_000}, kv_reserve=0.0, classes=NO_SHARE)
+    bench.submit(a_ticket(), a_ticket())
+    assert len(bench.turn()) == 2
+    urgent = a_ticket(priority_class=PriorityClass.CRITICAL, prompt_tokens=900, excluded={B})
+    bench.submit(urgent, *(a_ticket(priority_class=PriorityClass.BATCH) for _ in range(4)))
+    assert [e.instance for e in bench.turn()] == ["b"] * 3  # all that b has; none on a
+    bench.submit(a_ticket(priority_class=PriorityClass.CRITICAL))
+    assert [e.instance for e in bench.turn()] == ["a"]  # within its class a ticket may pass
 
 
 def test_a_ticket_that_may_not_use_an_instance_does_not_keep_others_from_it() -> None:

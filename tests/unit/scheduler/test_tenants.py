@@ -110,6 +110,7 @@ def test_a_changed_file_is_read_and_a_bad_one_keeps_the_last_good(file: Path) ->
         ("[[tenant]]\nname = 'a'\nquota = 1", "tenant[0].quota"),
         ("[[tenant]]\nname = 'a'\n[[tenant]]\nname = 'a'", "tenant[1].name"),
         ("tenant = [3]", "tenant[0]"),
+        ("tenant = 3", "tenant: must be an array"),
         ("admin_key_sha256 = 'x'", "admin_key_sha256"),
     ],
 )
