@@ -23,6 +23,7 @@ from scheduler_svc.domain.model import InstanceName
 from scheduler_svc.domain.placement import LeastWork
 from scheduler_svc.domain.scheduler import Scheduler
 from sluice import logs
+from sluice import telemetry_names as names
 from sluice.channels import open_channel
 from sluice.config import ConfigError, config_path, load
 from sluice.deadline import MethodDeadline
@@ -39,7 +40,7 @@ from sluice.scheduler.v1 import (
     scheduler_pb2_grpc,
 )
 from sluice.server import Health, MeshServer, run, serve_until_signalled
-from sluice.telemetry import Telemetry
+from sluice.telemetry import Labels, Telemetry
 
 # Read from the descriptors: that also loads them, which reflection needs.
 SERVICE: Final = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
@@ -56,13 +57,13 @@ class Parts:
         self._channels = {target: open_channel(target) for target in config.executions}
         flush = FlushBudget(config.write_cost_us * 1e-6, config.write_share, config.write_capacity)
         domain = Scheduler(SchedulerLimits(), LeastWork())
-        self.gate = Gate(domain, GrantSigner.load(config.keys_dir, config.name), flush)
+        self.gate = Gate(domain, _signer(config), flush)
         self.gate.links = [
             ExecutionLink(target, partial(self._connect, target), self.gate)
             for target in config.executions
         ]
         self.fleet = FleetWatch(config.instances, open_channel, self.gate)
-        self.tenants = TenantsFile(config.tenants_file)
+        self.tenants = _tenants(config)
         catalog = Catalog(
             self.fleet,
             config.default_model,
@@ -70,6 +71,7 @@ class Parts:
             _pairs("scheduler.aliases", config.aliases),
         )
         metrics = SchedulerMetrics(telemetry, self.gate)
+        telemetry.counter(names.CONFIG_RELOADS, self._read_reloads)
         # The methods of later layers are the generated base's, which answers UNIMPLEMENTED; the
         # stubs call them abstract.
         self.public = PublicApi(  # type: ignore[abstract]
@@ -89,6 +91,12 @@ class Parts:
         if link is None:
             return None
         return execution_pb2_grpc.ExecutionServiceStub(self._channels[link.target])
+
+    def _read_reloads(self) -> list[tuple[int, Labels]]:
+        return [
+            (self.tenants.reloads, {"result": "ok"}),
+            (self.tenants.reloads_failed, {"result": "refused"}),
+        ]
 
     async def run(self) -> None:
         """Runs every task until cancelled; one that fails ends the process."""
@@ -115,6 +123,20 @@ class Parts:
         for link in self.gate.links:
             link.drain()
             link.close()
+
+
+def _signer(config: SchedulerConfig) -> GrantSigner:
+    try:
+        return GrantSigner.load(config.keys_dir, config.name)
+    except (OSError, ValueError) as error:
+        raise ConfigError("scheduler.keys_dir", f"no key to sign grants with: {error}") from error
+
+
+def _tenants(config: SchedulerConfig) -> TenantsFile:
+    try:
+        return TenantsFile(config.tenants_file)
+    except (OSError, ValueError) as error:
+        raise ConfigError("scheduler.tenants_file", str(error)) from error
 
 
 def _pairs(where: str, entries: tuple[str, ...]) -> Mapping[str, str]:
