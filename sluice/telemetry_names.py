@@ -50,6 +50,7 @@ ATTR_INSTANCE = "sluice.instance"
 ATTR_ATTEMPT = "sluice.attempt"
 ATTR_ATTEMPTS = "sluice.attempts"
 ATTR_SLOT = "sluice.slot"
+ATTR_FRAME = "sluice.frame"  # number of the frame, on its stream, that brought the start
 ATTR_OUTCOME = "sluice.outcome"
 ATTR_CACHED_TOKENS = "sluice.cached_tokens"
 ATTR_QUEUE_MS = "sluice.queue_ms"

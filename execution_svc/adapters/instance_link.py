@@ -26,7 +26,13 @@ from sluice.common.v1 import result_pb2
 from sluice.context import is_sampled, is_traceparent
 from sluice.frames import FrameBroken, FrameWriter, LossKind, read_frames
 from sluice.inference.v1 import inference_pb2
-from sluice.telemetry_names import ATTR_ATTEMPT, ATTR_INSTANCE, ATTR_REQUEST_ID, SPAN_RELAY
+from sluice.telemetry_names import (
+    ATTR_ATTEMPT,
+    ATTR_FRAME,
+    ATTR_INSTANCE,
+    ATTR_REQUEST_ID,
+    SPAN_RELAY,
+)
 
 if TYPE_CHECKING:
     from execution_svc.ports import InstanceConnection
@@ -79,13 +85,15 @@ class InstanceLink:
 
     # What the scheduler says.
 
-    def submit(self, frame: inference_pb2.GenerateFramesRequest, received_at: float) -> None:
-        """Takes over what a part holds."""
+    def submit(
+        self, frame: inference_pb2.GenerateFramesRequest, received_at: float, number: int
+    ) -> None:
+        """Takes over what a part of the scheduler's frame ``number`` holds."""
         for cancel in frame.cancels:
             self._outgoing.add_cancel((cancel.slot, cancel.attempt), cancel)
         for start in frame.starts:
             use = (start.slot, start.attempt)
-            self._open.open(use, self._trace(start))
+            self._open.open(use, self._trace(start, number))
             self._outgoing.add_start(
                 use,
                 start,
@@ -102,7 +110,7 @@ class InstanceLink:
             self._overrun.set_result(None)
         self._writer.wake()
 
-    def _trace(self, start: inference_pb2.Start) -> Span | None:
+    def _trace(self, start: inference_pb2.Start, number: int) -> Span | None:
         if not (is_traceparent(start.traceparent) and is_sampled(start.traceparent)):
             return None
         span = self._telemetry.span(
@@ -112,6 +120,7 @@ class InstanceLink:
                 ATTR_REQUEST_ID: start.work.request_id,
                 ATTR_INSTANCE: self.name,
                 ATTR_ATTEMPT: start.attempt,
+                ATTR_FRAME: number,
             },
         )
         start.traceparent = span.traceparent

@@ -120,7 +120,7 @@ class SchedulerStream:
             if part.HasField("frame"):
                 taker = self._link(part)
                 if taker is not None:
-                    taker.submit(part.frame, received_at)
+                    taker.submit(part.frame, received_at, self._received)
             if part.close:
                 done = self._links.pop(part.instance.name, None)
                 if done is not None:

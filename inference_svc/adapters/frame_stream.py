@@ -45,7 +45,7 @@ from sluice.errors import SluiceError, exhausted, invalid, unavailable
 from sluice.frames import FrameConnection, FrameWriter, read_frames
 from sluice.inference.v1 import inference_pb2
 from sluice.status import to_status
-from sluice.telemetry_names import ATTR_INSTANCE, ATTR_REQUEST_ID, SPAN_GENERATE
+from sluice.telemetry_names import ATTR_FRAME, ATTR_INSTANCE, ATTR_REQUEST_ID, SPAN_GENERATE
 
 if TYPE_CHECKING:
     from inference_svc.adapters.reasons import FinishWire, RejectWire
@@ -206,7 +206,11 @@ class FrameStream:
             slot.span = self._instance.telemetry.span(
                 SPAN_GENERATE,
                 start.traceparent,
-                {ATTR_REQUEST_ID: spec.request_id, ATTR_INSTANCE: self._instance.name},
+                {
+                    ATTR_REQUEST_ID: spec.request_id,
+                    ATTR_INSTANCE: self._instance.name,
+                    ATTR_FRAME: self._received,
+                },
             )
         assert self._renders is not None
         slot.task = self._renders.create_task(self._render(slot, engine, spec))
