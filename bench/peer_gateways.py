@@ -13,6 +13,7 @@ it is left.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -70,6 +71,8 @@ def process(
     command: Sequence[str], log: Path, *, piped: bool = False
 ) -> Iterator[subprocess.Popen[str]]:
     """Runs a command for the length of the block; its errors go to ``log``."""
+    # Unbuffered, Python loses what one write to a full pipe does not take: a tally is longer.
+    environ = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with log.open("ab") as errors:
         child = subprocess.Popen(
             command,
@@ -77,6 +80,7 @@ def process(
             stderr=errors,
             stdin=subprocess.DEVNULL,
             text=True,
+            env=environ,
             cwd=ROOT if piped else log.parent,
             start_new_session=True,
         )
@@ -188,6 +192,8 @@ def measure(
         if child.wait(LOAD_S) != 0 or not tally:
             tail = (scratch / "load.log").read_text(errors="replace")[-2000:]
             raise SystemExit(f"the load failed:\n{tail}")
+    if tally["errors"]:
+        print(f"  {module} met errors: {tally['error_codes']}", flush=True)
     before, after = marks[True], marks[False]
     return figures(tally, {name: after[name] - before.get(name, 0.0) for name in after})
 

@@ -44,6 +44,9 @@ WARMUP_S = 3.0
 INFERENCE = "sim-0"  # the process that holds our engine
 
 NOTES = """\
+CPU us/token by streams ({counts}): {by_streams}.
+Cost of a token at {streams} streams of {tokens} tokens, of a request by one-token requests of
+{request_streams} streams, TTFT by single requests to an idle gateway less the same to its engine.
 CPU: of the gateway only, for the others; of every mesh process, Envoy included, for sluice, and
 once more without the inference process, whose place the mock takes for the others. Clients, mock
 and telemetry sink are not counted.
@@ -51,8 +54,8 @@ Work done: in this run the others forward each HTTP chunk as it comes (cheapest 
 their optional queues, limits and keys off). sluice queues by deadline, places by the engines'
 load, checks keys and signed grants, traces 1 % and, under load, joins tokens of several steps into
 one message: {joined:.1f} tokens a message at {streams} streams.
-Saturation: the best of {saturation} streams, clients on the same cores; an SSE client takes an
-event for each token, a gRPC client a message for several."""
+Saturation: the best load without an error, clients on the same cores; an SSE client takes an event
+for each token, a gRPC client a message for several."""
 
 
 @dataclass
@@ -160,8 +163,6 @@ def compare(subjects: Sequence[Subject], seconds: float, saturation: Sequence[in
         for subject in order:
             found = subject.loads[streams] = subject.load(streams, TOKENS, seconds)
             say(f"{streams} streams: {subject.title}: {found['tokens_per_s']:,.0f} tokens/s")
-            if found["errors"]:
-                say(f"{streams} streams: {subject.title}: {found['errors']:.0f} errors")
         order.reverse()
 
 
@@ -186,13 +187,27 @@ def results(subjects: Sequence[Subject]) -> dict[str, float]:
         if name == "sluice":
             costs["sluice_without_inference"] = subject.cost(INFERENCE)
             found["sluice_tokens_per_message"] = subject.loads[STREAMS]["tokens_per_message"]
+            found.update(_by_process(subject))
         for row, (token, request) in costs.items():
             found[f"{row}_cpu_us_per_token"] = token
             found[f"{row}_cpu_us_per_request"] = request
     return found
 
 
-def report(subjects: Sequence[Subject], saturation: Sequence[int]) -> str:
+def _by_process(subject: Subject) -> dict[str, float]:
+    """Our CPU for a token and for a request, process by process."""
+    return {
+        f"{subject.name}_{name}": value
+        for figures, prefix in (
+            (subject.loads[STREAMS], "cpu_us_per_token_"),
+            (subject.requests, "cpu_us_per_request_"),
+        )
+        for name, value in figures.items()
+        if name.startswith(prefix)
+    }
+
+
+def report(subjects: Sequence[Subject]) -> str:
     """The one table, and what it does not say by itself."""
     rows = [
         [
@@ -218,8 +233,20 @@ def report(subjects: Sequence[Subject], saturation: Sequence[int]) -> str:
             joined = subject.loads[STREAMS]["tokens_per_message"]
             blank = ["", "", "", ""]
             rows.append(["  without inference", *_costs(subject.cost(INFERENCE)), *blank])
-    counts = ", ".join(str(count) for count in saturation)
-    return table(rows) + "\n" + NOTES.format(joined=joined, streams=STREAMS, saturation=counts)
+    return f"{table(rows)}\n" + NOTES.format(
+        counts=", ".join(str(count) for count in sorted(subjects[0].loads)),
+        by_streams="; ".join(_by_streams(subject) for subject in subjects if subject.ttft),
+        streams=STREAMS,
+        tokens=TOKENS,
+        request_streams=REQUEST_STREAMS,
+        joined=joined,
+    )
+
+
+def _by_streams(subject: Subject) -> str:
+    loads = [load for _, load in sorted(subject.loads.items())]
+    costs = ", ".join(f"{load['cpu_us_per_token']:.0f}" for load in loads)
+    return f"{subject.title} {costs}"
 
 
 def _costs(cost: tuple[float, float]) -> list[str]:
@@ -273,7 +300,7 @@ def main() -> int:
             sse_subject("mock", "mock, no gateway", engine.target, engine.cpu_s, scratch)
         )
         compare(subjects, arguments.seconds, arguments.streams)
-    print(report(subjects, arguments.streams))
+    print(report(subjects))
     print(f"written: {write_results('bench-peers', results(subjects)).relative_to(ROOT)}")
     return 0
 
