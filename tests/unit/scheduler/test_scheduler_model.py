@@ -270,6 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif not self.reference.on(name):  # with something running it only stops serving
             self.scheduler.remove(name, self.now)
             del self.reference.instances[name]
+        self.turned = False  # who avoided another instance for this one may have it now
 
     def _lose(self, name: InstanceName) -> None:
         orphans = self.scheduler.lost(name, self.now)
@@ -516,5 +517,8 @@ def test_the_scheduler_agrees_with_plain_lists_under_random_histories(
     holds; no room is left idle; counters return to zero; the owner never spins. Method: random
     calls on three instances and two models, then a phase without faults. Oracle: ``Reference``.
     Seed: derandomised; ``SLUICE_TEST_THOROUGH=1`` searches at random and prints a blob to repeat.
-    """
+    Mutants seen to fail: a credit, KV memory or bound on prompts not asked; a cancel that frees at
+    once; a loss that keeps room or credit; a stale attempt heard; an exclusion, a drain or a broken
+    watch ignored; a row not refreshed; first in first out; an end without its room; a head that
+    blocks all; a wakeup too early."""
     run_state_machine_as_test(machine, settings=SEARCH)
