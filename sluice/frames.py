@@ -214,8 +214,8 @@ async def read_frames(
     connection: FrameConnection[Any, In], silence_limit_s: float = SILENCE_LIMIT_S
 ) -> AsyncGenerator[In, None]:
     """Yields the peer's frames in order until it half-closes. Raises FrameBroken, with SILENT when
-    no frame comes within ``silence_limit_s`` seconds of waiting for one; the connection is then
-    cancelled. Time that the consumer spends between two frames is not silence. Must be iterated
+    no frame comes within ``silence_limit_s`` seconds of waiting for one; the peer then sees a
+    loss. Time that the consumer spends between two frames is not silence. Must be iterated
     by one task."""
     task = asyncio.current_task()
     assert task is not None
@@ -229,7 +229,6 @@ async def read_frames(
                 # The watch ends the read by cancelling the task, as asyncio.timeout does; a
                 # cancellation by anybody else goes on.
                 if watch.fired and task.uncancel() <= watch.cancelling:
-                    connection.cancel()
                     raise FrameBroken(
                         LossKind.SILENT, f"no frame for {silence_limit_s:g} s"
                     ) from None

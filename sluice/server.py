@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2_grpc
 
 from sluice import logs, telemetry_names
@@ -99,7 +100,13 @@ class MeshServer:
         return tuple(self._ports)
 
     def add_service(self, full_name: str) -> None:
-        """Makes a registered servicer known to reflection and health."""
+        """Makes a registered servicer known to reflection and health. ValueError when no imported
+        module describes the service (its ``*_pb2``; a ``*_pb2_grpc`` does not always import it):
+        reflection would name it and then not know it."""
+        try:
+            descriptor_pool.Default().FindServiceByName(full_name)
+        except KeyError:
+            raise ValueError(f"import the module that describes {full_name}") from None
         self._services.append(full_name)
         self.health.add_service(full_name)
 

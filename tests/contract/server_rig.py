@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.wrappers_pb2 import StringValue
 
 from sluice.channels import ending, open_channel
@@ -19,6 +20,13 @@ from sluice.server import Health, MeshServer, ServerLimits
 from sluice.status import from_rpc_error
 
 SERVICE = "test.Things"
+descriptor_pool.Default().AddSerializedFile(
+    descriptor_pb2.FileDescriptorProto(
+        name="test/things.proto",
+        package="test",
+        service=[descriptor_pb2.ServiceDescriptorProto(name="Things")],
+    ).SerializeToString()
+)
 KINDS = ("Unary", "ServerStream", "ClientStream", "Both")
 
 Act = Callable[["grpc.aio.ServicerContext[Any, Any]"], Awaitable[None]]

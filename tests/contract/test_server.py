@@ -416,6 +416,14 @@ async def test_reflection_answers_in_both_versions(version: str) -> None:
         await call.done_writing()
 
 
+async def test_a_service_that_no_module_describes_is_refused() -> None:
+    """Reflection would name it and then not know it. Mutant: the pool is not asked."""
+    server = MeshServer("t", [], Health())
+    with pytest.raises(ValueError, match=r"test\.Undescribed"):
+        server.add_service("test.Undescribed")
+    await server.stop(0)
+
+
 async def test_open_watch_and_reflection_streams_do_not_hold_up_a_stop() -> None:
     """Mutant: health and reflection streams are left open at stop (it takes the whole grace)."""
     async with rig() as server:
@@ -443,9 +451,11 @@ async def test_a_taken_port_refuses_the_start_by_name() -> None:
     async with rig() as server:
         address = f"127.0.0.1:{server.server.ports[0]}"
         other = MeshServer("other", [address], Health())
-        with pytest.raises(OSError, match=address):
-            await other.start()
-        await other.stop(0)
+        try:
+            with pytest.raises(OSError, match=address):
+                await other.start()
+        finally:
+            await other.stop(0)
 
 
 async def test_pings_are_permitted_at_the_stated_interval() -> None:
