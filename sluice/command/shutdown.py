@@ -20,6 +20,7 @@ from sluice.command.run_files import Record, RunPaths, read_records
 # Over the plan's own limit: the supervisor kills and reaps what did not drain.
 SUPERVISOR_EXTRA_S: Final = 15.0
 NO_PLAN_LIMIT_S: Final = 60.0
+SETTLE_S: Final = 2.0
 # A process may be started between two searches, by what is being ended.
 SEARCHES_MAX: Final = 3
 SAY_EVERY_S: Final = 5.0
@@ -50,6 +51,8 @@ def stop(paths: RunPaths, say: Say, *, hurry: bool = False) -> Stopped:
         _stop_supervisor(paths, state.supervisor, limit_s + SUPERVISOR_EXTRA_S, say, hurry)
         # What it started meanwhile is in newer records.
         records |= read_records(paths.run)
+        # Helpers of an engine notice by themselves that it is gone.
+        processes.wait_for(lambda: not mesh_state.of_mesh(paths, records.values()), SETTLE_S)
     ended, left = _end_rest(paths, records)
     if not left:
         mesh_state.forget(paths)

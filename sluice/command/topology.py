@@ -343,7 +343,8 @@ def _inference(
         # Models are folders on disk: a look-up in a hub would only delay the start.
         env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **instance.env}
         exit_s = ENGINE_EXIT_S
-        memory = VLLM_MEMORY_BYTES + int(instance.env.get("VLLM_CPU_KVCACHE_SPACE", "0")) * GIB
+        memory = VLLM_MEMORY_BYTES + _kv_cache_bytes(instance)
+
     return Process(
         name=instance.name,
         kind=Kind.INFERENCE,
@@ -355,6 +356,13 @@ def _inference(
         drain_s=drain_s + exit_s,
         memory_bytes=memory,
     )
+
+
+def _kv_cache_bytes(instance: Instance) -> int:
+    """In main memory; on a GPU nothing is set aside there."""
+    arguments = instance.table.get("engine_args")
+    size = arguments.get("kv_cache_memory_bytes", 0) if isinstance(arguments, Mapping) else 0
+    return size if isinstance(size, int) else 0
 
 
 def _effective(
