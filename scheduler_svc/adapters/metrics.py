@@ -86,7 +86,8 @@ class SchedulerMetrics:
         if outcome is Outcome.FINISHED:
             span.end()
         else:
-            span.end(live.error.reason if live.error is not None else outcome.name)
+            told = live.error if live.outcome is outcome else None
+            span.end(told.reason if told is not None else outcome.name)
 
     def _trace_queue(self, request: Span, live: LiveRequest, now: float) -> None:
         """The wait in the queue as a span. It is known only at the end: the dispatch that counted

@@ -54,6 +54,12 @@ _OUTCOMES: Final = {
     Code.DEADLINE_EXCEEDED: Outcome.DEADLINE_EXCEEDED,
 }
 
+DEADLINE_ROUNDING: Final = 0.01
+"""gRPC writes a deadline with two or three digits, rounded up by at most this share."""
+
+DEADLINE_LATENCY_S: Final = 0.05
+"""The client's clock started this much before the server's, at most."""
+
 EmbedStub: TypeAlias = "execution_pb2_grpc.ExecutionServiceAsyncStub"
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -269,7 +275,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             outcome = live.outcome or Outcome.INTERNAL
             raise
         except asyncio.CancelledError:
-            outcome = live.outcome or Outcome.CANCELLED
+            outcome = live.outcome or left_as(ticket, self._loop.time())
             raise
         except BaseException:
             outcome = Outcome.INTERNAL
@@ -304,6 +310,14 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             else:
                 self._gate.unary_ended(live)
                 return response
+
+
+def left_as(ticket: Ticket, now: float) -> Outcome:
+    """What it was when the client's side ended the call: at its deadline a client's library (and
+    Envoy) resets the stream just as one that leaves does, so only the time tells them apart."""
+    rounding_s = DEADLINE_ROUNDING * (ticket.deadline_s - ticket.arrival_s)
+    at_deadline = now >= ticket.deadline_s - rounding_s - DEADLINE_LATENCY_S
+    return Outcome.DEADLINE_EXCEEDED if at_deadline else Outcome.CANCELLED
 
 
 def _header(context: Context, name: str) -> str | None:
