@@ -236,15 +236,19 @@ class Mesh:
             for instance in among or self.shape.instances
         )
 
-    def edge_members(self) -> int:
-        """Schedulers that the edge finds healthy; -1 while it does not answer."""
+    def edge_stat(self, name: str) -> int:
+        """A counter or gauge of the edge about its schedulers; -1 while it does not answer."""
         url = f"http://127.0.0.1:{self.envoy.admin_port}/stats"
-        query = {"filter": "^cluster.scheduler.membership_healthy$"}
+        query = {"filter": f"^cluster.scheduler.{name}$"}
         try:
             text = httpx.get(url, params=query, timeout=2).text
         except httpx.TransportError:
             return -1
         return int(text.rsplit(":", 1)[1]) if ":" in text else -1
+
+    def edge_members(self) -> int:
+        """Schedulers that the edge finds healthy; -1 while it does not answer."""
+        return self.edge_stat("membership_healthy")
 
     # Waiting.
 
@@ -260,8 +264,28 @@ class Mesh:
     def until_ready(self) -> None:
         """Waits until every process that was started can take its part of a request."""
         self.until(lambda: self.edge_members() == self.shape.schedulers, "the edge has schedulers")
+        # Its workers learn it a little after its statistics do.
+        self.until(lambda: httpx.get(f"{self.url}/healthz").is_success, "the edge is healthy")
         for name in self.schedulers:
             self.until(lambda name=name: self.reachable(name), f"{name} has all instances")
+
+    def recover(self) -> None:
+        """Starts what does not run, takes scripted faults back and waits until all is as it was at
+        the beginning, in the eyes of the edge too, which may not have seen the fault yet."""
+        for process in self.processes.values():
+            if not process.alive:
+                process.start()
+        self.faults()
+        for name in self.schedulers:
+            self.until(lambda name=name: self.reachable(name), f"{name} has all instances")
+            self.until(lambda name=name: self.serving(name), f"{name} serves")
+        seen = self.edge_stat("health_check.success")
+        self.until(
+            lambda: self.edge_stat("health_check.success") >= seen + 2 * self.shape.schedulers,
+            "the edge has looked again",
+        )
+        self.until_ready()
+        self.until_idle()
 
     def until_idle(self, limit_s: float = 5.0) -> None:
         """Waits until nothing is held anywhere."""
@@ -277,12 +301,14 @@ class Mesh:
             lines += [f"--- {process.name}", *process.text().splitlines()[-8:]]
         return "\n".join(line[:400] for line in lines)
 
-    def faults(self, *rules: Mapping[str, object]) -> None:
-        """Scripts the faults of every instance, from the next request on."""
-        path = self.folder / "faults.json"
-        fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps({"rules": rules}))
-        fresh.replace(path)
+    def faults(self, *rules: Mapping[str, object], on: Sequence[str] = ()) -> None:
+        """Scripts the faults of the instances `on` (all without a name), from the next request on.
+        The uses of a rule with `times` are counted by each instance for itself."""
+        for name in on or self.shape.instances:
+            path = self.folder / f"faults-{name}.json"
+            fresh = path.with_suffix(".new")
+            fresh.write_text(json.dumps({"rules": rules}))
+            fresh.replace(path)
         time.sleep(0.03)  # the engine looks at the file every 20 ms at most
 
 
@@ -390,7 +416,7 @@ def _document(
     for name, address in addresses.items():
         profile = dict(ENGINE) | dict(shape.instances[name])
         model = profile.pop("model", MODEL)
-        profile |= {"faults_file": str(folder / "faults.json"), "prompt_directives": True}
+        profile |= {"faults_file": str(folder / f"faults-{name}.json"), "prompt_directives": True}
         instances.append(
             {
                 "name": name,

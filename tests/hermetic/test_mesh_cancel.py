@@ -111,9 +111,7 @@ async def test_one_that_waits_never_reaches_the_engine(
 
 
 @WAYS
-async def test_one_in_prefill_stops_the_engine(
-    client: MeshClient, running: Mesh, how: str
-) -> None:
+async def test_one_in_prefill_stops_the_engine(client: MeshClient, running: Mesh, how: str) -> None:
     task = leave(client, how, PROMPT, sampling={"max_tokens": 500})
     await eventually(lambda: running.in_engine() == 1, "the engine reads its prompt")
     await gone(task)
