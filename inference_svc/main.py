@@ -39,7 +39,7 @@ def engine_factory(config: InstanceConfig) -> Callable[[], Engine]:
     """Makes engines of the configured kind. vLLM is imported for vLLM only: it takes seconds and
     hundreds of megabytes. Raises ConfigError for settings that the engine refuses."""
     if config.engine is EngineKind.SIMULATED:
-        from inference_svc.adapters import simulated_engine
+        from inference_svc.adapters.simulated import engine as simulated_engine
 
         make: Callable[[], Engine] = lambda: simulated_engine.make(config)  # noqa: E731
     else:

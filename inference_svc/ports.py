@@ -1,7 +1,7 @@
 """What inference_svc needs from an engine, from the GPUs and from its caller's side.
 
 This file reads as a specification. Two engines implement :class:`Engine`: vLLM
-(``adapters/vllm_engine.py``) and the simulated engine (``adapters/simulated_engine.py``); both
+(``adapters/vllm_engine.py``) and the simulated engine (``adapters/simulated/engine.py``); both
 pass the same contract suite (``tests/contract``). The port is callback based: an engine calls the
 request's :class:`OutputSink` from the event loop, once per engine step and request, so that a
 frame can gather the output of all requests without a task switch per token.
@@ -199,7 +199,8 @@ class RunningRequest(Protocol):
 
     def abort(self, reason: FinishReason) -> None:
         """Stops it at once: the engine frees its sequence and KV memory now, and the sink's
-        ``ended`` comes within one engine step with ``reason``. Idempotent; nothing after the end."""
+        ``ended`` comes within one engine step with ``reason``. Idempotent; nothing after the
+        end."""
 
     @property
     def output_tokens(self) -> int:
@@ -274,8 +275,11 @@ class Engine(Protocol):
     def submit(self, prepared: PreparedPrompt, sink: OutputSink) -> RunningRequest:
         """Starts it. Never blocks; deltas begin at the next engine step."""
 
-    async def embed(self, request_id: str, prompts: Sequence[Prompt]) -> tuple[list[list[float]], int]:
-        """Embeds prompts; returns vectors in order and the tokens read. Cancelling the task aborts."""
+    async def embed(
+        self, request_id: str, prompts: Sequence[Prompt]
+    ) -> tuple[list[list[float]], int]:
+        """Embeds prompts; returns vectors in order and the tokens read. Cancelling the task
+        aborts."""
 
     def stats(self) -> EngineStats:
         """The latest statistics of the engine's own scheduler. Cheap; no I/O."""

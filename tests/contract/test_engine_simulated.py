@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Mapping
 import pytest
 import pytest_asyncio
 
-from inference_svc.adapters.simulated_engine import SimulatedEngine
-from inference_svc.adapters.simulated_model import VOCABULARY_SIZE, decode, encode
-from inference_svc.adapters.simulated_profile import SimulatedProfile
+from inference_svc.adapters.simulated.engine import SimulatedEngine
+from inference_svc.adapters.simulated.model import VOCABULARY_SIZE, decode, encode
+from inference_svc.adapters.simulated.profile import SimulatedProfile
 from inference_svc.ports import GenerateSpec, OutputSink, PreparedPrompt, RunningRequest
 from tests.contract.engine_contract import GenerationContract
 from tests.contract.engine_contract_more import ContinuationContract, EmbeddingContract

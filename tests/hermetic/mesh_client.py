@@ -187,5 +187,5 @@ def fresh_id(prefix: str = "test") -> str:
 
 
 def sim(prompt: str = "Hello", **fault: object) -> str:
-    """A prompt that scripts the engine; see inference_svc/adapters/simulated_faults.py."""
+    """A prompt that scripts the engine; see inference_svc/adapters/simulated/faults.py."""
     return f"{prompt} [[sim: {json.dumps(fault)}]]"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from inference_svc.adapters.simulated_engine import SimulatedEngine
-from inference_svc.adapters.simulated_faults import Fault
-from inference_svc.adapters.simulated_profile import SimulatedProfile
+from inference_svc.adapters.simulated.engine import SimulatedEngine
+from inference_svc.adapters.simulated.faults import Fault
+from inference_svc.adapters.simulated.profile import SimulatedProfile
 from sluice.common.v1 import result_pb2
 from sluice.inference.v1 import inference_pb2
 from tests.frame_peer import make_start

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from inference_svc.adapters.simulated_engine import SimulatedEngine
-from inference_svc.adapters.simulated_faults import Fault
-from inference_svc.adapters.simulated_profile import SimulatedProfile
+from inference_svc.adapters.simulated.engine import SimulatedEngine
+from inference_svc.adapters.simulated.faults import Fault
+from inference_svc.adapters.simulated.profile import SimulatedProfile
 from inference_svc.ports import Prompt, RunningRequest, Sampling, TextPrompt
 from tests.contract.engine_harness import Recorder, a_spec
 

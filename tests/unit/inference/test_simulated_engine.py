@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from inference_svc.adapters.simulated_model import EOS, TOKEN_BYTES, decode, encode
-from inference_svc.adapters.simulated_profile import SimulatedProfile
+from inference_svc.adapters.simulated.model import EOS, TOKEN_BYTES, decode, encode
+from inference_svc.adapters.simulated.profile import SimulatedProfile
 from inference_svc.ports import FinishReason, Sampling, TokenPrompt
 from sluice.clock import VirtualTimeLoop
 from sluice.errors import Code, SluiceError

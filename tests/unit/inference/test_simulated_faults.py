@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from inference_svc.adapters.simulated_faults import Fault
+from inference_svc.adapters.simulated.faults import Fault
 from inference_svc.ports import ChatPrompt, FinishReason, Sampling, TextPrompt
 from sluice.errors import Code, SluiceError
 from tests.unit.inference.simulated import GREEDY, PROFILE, begin, engine, reply
@@ -180,7 +180,7 @@ def test_a_crash_fails_all_that_runs_and_a_new_start_serves_again(run_virtual: V
 def test_the_process_vanishes_as_if_killed() -> None:
     script = (
         "import asyncio\n"
-        "from inference_svc.adapters.simulated_faults import Fault\n"
+        "from inference_svc.adapters.simulated.faults import Fault\n"
         "from tests.unit.inference.simulated import PROFILE, engine, reply\n"
         "async def main():\n"
         "    await reply(await engine(PROFILE, Fault(exit_after=2)))\n"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.adapters.simulated_structured import make_form
+from inference_svc.adapters.simulated.structured import make_form
 from inference_svc.ports import Constraint, ConstraintKind
 from sluice.errors import Code, SluiceError
 

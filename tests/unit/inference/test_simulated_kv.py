@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.adapters.simulated_kv import KvHold, KvMemory
+from inference_svc.adapters.simulated.kv import KvHold, KvMemory
 
 BLOCKS = 7  # few, so that takes are often refused
 STEPS = st.lists(

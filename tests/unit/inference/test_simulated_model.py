@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.adapters import simulated_model as model
-from inference_svc.adapters.simulated_embedding import embedding
+from inference_svc.adapters.simulated import model
+from inference_svc.adapters.simulated.embedding import embedding
 
 TOKENS = st.lists(st.integers(0, model.VOCABULARY_SIZE - 1), max_size=80)
 

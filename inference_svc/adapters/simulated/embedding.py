@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from inference_svc.adapters.simulated_faults import Fault
-from inference_svc.adapters.simulated_model import decode, state_of
-from inference_svc.adapters.simulated_profile import SimulatedProfile
-from inference_svc.adapters.simulated_prompt import tokenise
+from inference_svc.adapters.simulated.faults import Fault
+from inference_svc.adapters.simulated.model import decode, state_of
+from inference_svc.adapters.simulated.profile import SimulatedProfile
+from inference_svc.adapters.simulated.prompt import tokenise
 from inference_svc.ports import ChatPrompt, Prompt
 from sluice.errors import failed_precondition, invalid
 

@@ -1,9 +1,9 @@
 """The simulated engine: the engine port without a model, for load, fault and scale tests.
 
-Owns nothing but a step loop (``simulated_batch``) and the rules of scripted faults
-(``simulated_faults``); used from one event loop, on whose time it runs. Its output is a pure
-function of prompt and sampling (``simulated_model``), its speed a latency model
-(``simulated_profile``). It says that it is simulated in :meth:`SimulatedEngine.describe`; the
+Owns nothing but a step loop (``batch``) and the rules of scripted faults
+(``faults``); used from one event loop, on whose time it runs. Its output is a pure
+function of prompt and sampling (``model``), its speed a latency model
+(``profile``). It says that it is simulated in :meth:`SimulatedEngine.describe`; the
 service repeats that in every response. Failure modes are those that are scripted: a crash makes it
 unhealthy until it is started again.
 """
@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Protocol
 
-from inference_svc.adapters.simulated_batch import Batch
-from inference_svc.adapters.simulated_embedding import embed
-from inference_svc.adapters.simulated_faults import Fault, FaultBook, directive
-from inference_svc.adapters.simulated_model import (
+from inference_svc.adapters.simulated.batch import Batch
+from inference_svc.adapters.simulated.embedding import embed
+from inference_svc.adapters.simulated.faults import Fault, FaultBook, directive
+from inference_svc.adapters.simulated.model import (
     EOS_TEXT,
     STATES,
     TOKEN_BYTES,
@@ -30,8 +30,8 @@ from inference_svc.adapters.simulated_model import (
     fold,
     row_after,
 )
-from inference_svc.adapters.simulated_profile import SimulatedProfile
-from inference_svc.adapters.simulated_prompt import (
+from inference_svc.adapters.simulated.profile import SimulatedProfile
+from inference_svc.adapters.simulated.prompt import (
     SimulatedPrompt,
     first_state,
     received,
@@ -39,9 +39,9 @@ from inference_svc.adapters.simulated_prompt import (
     spelled,
     tokenise,
 )
-from inference_svc.adapters.simulated_sequence import Generation, SequenceState
-from inference_svc.adapters.simulated_structured import make_form
-from inference_svc.adapters.simulated_writer import Script, Writer
+from inference_svc.adapters.simulated.sequence import Generation, SequenceState
+from inference_svc.adapters.simulated.structured import make_form
+from inference_svc.adapters.simulated.writer import Script, Writer
 from inference_svc.domain import continuation as continuations
 from inference_svc.domain import sampling_rules
 from inference_svc.ports import (

@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import cast
 
-from inference_svc.adapters.simulated_forms import DEPTH_MAX, FormError, Picker, bounded
-from inference_svc.adapters.simulated_regex import WORD, regex_text
+from inference_svc.adapters.simulated.forms import DEPTH_MAX, FormError, Picker, bounded
+from inference_svc.adapters.simulated.regex import WORD, regex_text
 
 ITEMS_MAX = 1_000
 PARTS_MAX = 2_000

@@ -11,14 +11,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from inference_svc.adapters.simulated_forms import (
+from inference_svc.adapters.simulated.forms import (
     DEPTH_MAX,
     FormError,
     Picker,
     bounded,
     repeated,
 )
-from inference_svc.adapters.simulated_regex import regex_text
+from inference_svc.adapters.simulated.regex import regex_text
 
 ENDLESS = 10**9  # the height of a rule that never ends
 RULES_MAX = 512

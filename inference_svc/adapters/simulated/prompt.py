@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from inference_svc.adapters.simulated_faults import Fault
-from inference_svc.adapters.simulated_model import (
+from inference_svc.adapters.simulated.faults import Fault
+from inference_svc.adapters.simulated.model import (
     ENCODE_SLICE_BYTES,
     EOS,
     TOKEN_BYTES,
@@ -23,7 +23,7 @@ from inference_svc.adapters.simulated_model import (
     encode_slice,
     state_of,
 )
-from inference_svc.adapters.simulated_writer import Script
+from inference_svc.adapters.simulated.writer import Script
 from inference_svc.domain.stop_text import spell
 from inference_svc.ports import (
     ChatPrompt,

@@ -18,12 +18,12 @@ import os
 from collections import deque
 from collections.abc import Callable
 
-from inference_svc.adapters.simulated_faults import Fault
-from inference_svc.adapters.simulated_kv import KvMemory
-from inference_svc.adapters.simulated_meter import Meter
-from inference_svc.adapters.simulated_model import EOS, FOLD, ROW_SHIFT, ROWS, STATE_MASK
-from inference_svc.adapters.simulated_profile import SimulatedProfile
-from inference_svc.adapters.simulated_sequence import Generation, Phase, SequenceState
+from inference_svc.adapters.simulated.faults import Fault
+from inference_svc.adapters.simulated.kv import KvMemory
+from inference_svc.adapters.simulated.meter import Meter
+from inference_svc.adapters.simulated.model import EOS, FOLD, ROW_SHIFT, ROWS, STATE_MASK
+from inference_svc.adapters.simulated.profile import SimulatedProfile
+from inference_svc.adapters.simulated.sequence import Generation, Phase, SequenceState
 from inference_svc.ports import FinishReason, OutputEnd
 from sluice.errors import SluiceError, unavailable
 

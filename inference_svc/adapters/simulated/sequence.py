@@ -1,6 +1,6 @@
 """The simulated engine's running work: a generation and its sequences, one per output.
 
-Plain state, owned by the step loop (``simulated_batch``); used from the event loop only.
+Plain state, owned by the step loop (``batch``); used from the event loop only.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Protocol
 
-from inference_svc.adapters.simulated_kv import KvHold
-from inference_svc.adapters.simulated_model import ROWS, Choice
-from inference_svc.adapters.simulated_writer import Writer
+from inference_svc.adapters.simulated.kv import KvHold
+from inference_svc.adapters.simulated.model import ROWS, Choice
+from inference_svc.adapters.simulated.writer import Writer
 from inference_svc.ports import FinishReason, GenerationEnd, OutputEnd, OutputSink
 from sluice.errors import SluiceError
 

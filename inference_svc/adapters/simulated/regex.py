@@ -7,7 +7,7 @@ refused. Each quantifier is met with its least count, so that texts stay short.
 
 from __future__ import annotations
 
-from inference_svc.adapters.simulated_forms import (
+from inference_svc.adapters.simulated.forms import (
     DEPTH_MAX,
     FormError,
     Picker,

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 
-from inference_svc.adapters.simulated_forms import FormError, Picker
-from inference_svc.adapters.simulated_grammar import grammar_text
-from inference_svc.adapters.simulated_json import schema_text
-from inference_svc.adapters.simulated_regex import regex_text
+from inference_svc.adapters.simulated.forms import FormError, Picker
+from inference_svc.adapters.simulated.grammar import grammar_text
+from inference_svc.adapters.simulated.json_values import schema_text
+from inference_svc.adapters.simulated.regex import regex_text
 from inference_svc.domain.sampling_rules import constraint_field
 from inference_svc.ports import Constraint, ConstraintKind
 from sluice.errors import invalid

@@ -12,8 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from inference_svc.adapters.simulated_faults import Fault
-from inference_svc.adapters.simulated_model import (
+from inference_svc.adapters.simulated.faults import Fault
+from inference_svc.adapters.simulated.model import (
     EOS,
     EOS_TEXT,
     ROW_BITS,

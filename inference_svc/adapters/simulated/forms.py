@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference_svc.adapters.simulated_model import FOLD, STATE_MASK
+from inference_svc.adapters.simulated.model import FOLD, STATE_MASK
 
 FORM_CHARACTERS_MAX = 16_384
 DEPTH_MAX = 48
