@@ -55,8 +55,13 @@ class Mesh:
         return {name: _family_rss(pid) / 1e6 for name, pid in self._pids().items()}
 
     def _pids(self) -> dict[str, int]:
+        """Services by name; the supervisor, whose children they are, is left out: it sleeps."""
         records = read_records(RunPaths(self.runtime).run)
-        return {name: record.pid for name, record in records.items() if record.pid}
+        return {
+            name: record.pid
+            for name, record in records.items()
+            if record.pid and name != "supervisor"
+        }
 
 
 @contextmanager

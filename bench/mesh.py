@@ -154,6 +154,13 @@ def main() -> int:
             short = run_load(running, streams=16, tokens=1, seconds=arguments.seconds)
             figures["cpu_us_per_request"] = short["cpu_us_per_request"]
             figures["requests_per_s"] = short["requests_per_s"]
+            figures.update(
+                {
+                    name.replace("_per_token_", "_per_request_"): value
+                    for name, value in short.items()
+                    if name.startswith("cpu_us_per_token_")
+                }
+            )
             for streams in arguments.streams:
                 result = run_load(running, streams, tokens=200, seconds=arguments.seconds)
                 suffix = "" if streams == 128 else f"_{streams}"
