@@ -15,15 +15,15 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import logging
 import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+from sluice import logs
 from sluice.errors import SluiceError, exhausted, unavailable
 
-_log = logging.getLogger(__name__)
+_log = logs.get(__name__)
 
 PROGRAM = Path(__file__).with_name("constraint_process.py")
 START_S_MAX = 120.0  # it imports torch: 4 s alone, more while a model loads beside it

@@ -15,7 +15,6 @@ none.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -26,8 +25,9 @@ from typing import Protocol, TypeVar, cast
 
 from inference_svc.adapters.no_gpus import NoGpus
 from inference_svc.ports import GpuMonitor, GpuReading
+from sluice import logs
 
-_log = logging.getLogger(__name__)
+_log = logs.get(__name__)
 
 READ_EVERY_S = 1.0
 STALE_S = 10.0
@@ -177,8 +177,9 @@ class NvmlMonitor:
         while not self._ending.is_set():
             try:
                 self.poll(int(READ_EVERY_S * 1000) if self._events is not None else 0)
-            except Exception:  # a fault of the driver's library must not end the readings for good
-                _log.exception("reading the GPUs failed")
+            except Exception as error:  # the readings must go on whatever the library does
+                _log.failure("reading the GPUs failed", error)
+                self._ending.wait(READ_EVERY_S)
             if self._events is None:
                 self._ending.wait(READ_EVERY_S)
 
@@ -223,7 +224,7 @@ class NvmlMonitor:
             if uuid == gpu.whole_uuid:
                 gpu.xid_errors += 1
                 gpu.last_xid = int(event.eventData)
-                _log.error("GPU %d reports Xid %d", gpu.index, gpu.last_xid)
+                _log.error("a GPU reports an Xid", gpu=gpu.index, xid=gpu.last_xid)
 
 
 def open_monitor(environ: Mapping[str, str] = os.environ) -> GpuMonitor:
@@ -235,7 +236,7 @@ def open_monitor(environ: Mapping[str, str] = os.environ) -> GpuMonitor:
     try:
         return NvmlMonitor(cast("Nvml", pynvml), visible=environ.get("CUDA_VISIBLE_DEVICES"))
     except pynvml.NVMLError as error:
-        _log.info("no GPU readings: %s", error)
+        _log.info("there are no GPU readings", nvml=str(error))
         return NoGpus()
 
 

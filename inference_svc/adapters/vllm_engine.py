@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -43,6 +42,7 @@ from inference_svc.ports import (
     Sampling,
     TokenPrompt,
 )
+from sluice import logs
 from sluice.errors import failed_precondition, invalid, unavailable
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from inference_svc.adapters.vllm_stats import SchedulerStatistics
     from inference_svc.adapters.vllm_text import TextWorker, TokenBytes
 
-_log = logging.getLogger(__name__)
+_log = logs.get(__name__)
 
 # close() is at most 30 s: aborted outputs end, vLLM stops its processes, what is left is killed.
 ABORT_S_MAX = 3.0
@@ -133,8 +133,8 @@ class VllmEngine:
                     await asyncio.get_running_loop().run_in_executor(
                         self._thread, launch.shut_down, running.llm
                     )
-            except Exception:  # what is left is killed below
-                _log.exception("vLLM did not shut down in order")
+            except Exception as error:  # what is left is killed below
+                _log.failure("vLLM did not shut down in order", error)
         elif self._making is not None and not self._making.done():
             await self._end_making(self._making)
         self._making = None
@@ -232,6 +232,8 @@ class VllmEngine:
                 while not making.done():
                     await self._processes.kill()
                     await asyncio.wait([making], timeout=MAKING_WATCH_S)
+        if making.done() and not making.cancelled():
+            making.exception()  # expected: nobody waits for it any more
 
     def _stalled(self, running: _Running) -> bool:
         if not self._generations and not self._embeddings:

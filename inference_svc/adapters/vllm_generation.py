@@ -12,7 +12,6 @@ vLLM refuses after all is INVALID_ARGUMENT; anything else is INTERNAL with its t
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -35,9 +34,10 @@ from inference_svc.ports import (
     TokenLogprob,
     TopLogprob,
 )
+from sluice import logs
 from sluice.errors import SluiceError, internal, invalid, unavailable
 
-_log = logging.getLogger(__name__)
+_log = logs.get(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +152,8 @@ class VllmGeneration:
             self._error = engine_failed()
         except VLLMClientError:
             self._error = invalid("work", "the engine does not accept this work")
-        except Exception:  # reported with fixed words; the text goes to the log
-            _log.exception("a generation failed", extra={"request_id": self.request_id})
+        except Exception as error:  # reported with fixed words; the text goes to the log
+            _log.failure("a generation failed", error, request_id=self.request_id)
             self._error = internal(self.request_id)
         finally:
             # From here on the outcome stands: a late abort changes nothing.
@@ -240,7 +240,7 @@ class VllmGeneration:
             missing = FinishReason.CANCELLED  # the loop itself is ending
         if not task.cancelled() and (failure := task.exception()) is not None:
             # Only a sink that raises gets here, against the port.
-            _log.error("a sink raised", exc_info=failure, extra={"request_id": self.request_id})
+            _log.failure("a sink raised", failure, request_id=self.request_id)
             self._error, missing = internal(self.request_id), FinishReason.ERROR
         self._over = True
         outputs = tuple(

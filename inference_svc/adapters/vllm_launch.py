@@ -9,12 +9,12 @@ Failure modes: whatever vLLM raises when a model does not load.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from inference_svc.adapters.model_fingerprint import fingerprint_folder, fingerprint_name
@@ -26,13 +26,15 @@ from inference_svc.adapters.vllm_settings import (
     prepare_environment,
 )
 from inference_svc.ports import GenerationEnd, ModelDescription
+from sluice import logs
 
 if TYPE_CHECKING:
     from inference_svc.adapters.vllm_stats import SchedulerStatistics
 
-_log = logging.getLogger(__name__)
+_log = logs.get(__name__)
 
-VLLM_GRACE_S = 10.0  # given to vLLM itself, within the engine's SHUTDOWN_S_MAX
+CONTEXT_S_MAX = 2.0  # for ZeroMQ to end; a thread that waits longer is left to itself
+VLLM_GRACE_S = 5.0  # given to vLLM itself, within the engine's SHUTDOWN_S_MAX
 
 
 def import_vllm(settings: VllmSettings) -> None:
@@ -142,8 +144,8 @@ def serialized_tokenizer(llm: Any) -> str | None:
             llm.renderer.tokenizer, vocab_size=llm.model_config.get_vocab_size()
         )
         return str(information.serialize_json())
-    except Exception:
-        _log.exception("constraints of this model are parsed but not compiled ahead of the engine")
+    except Exception as error:
+        _log.failure("output constraints are parsed but not compiled before the engine", error)
         return None
 
 
@@ -166,3 +168,9 @@ class WarmUpSink:
 def shut_down(llm: Any) -> None:  # vllm AsyncLLM
     """Ends vLLM in order and frees what it holds in this process."""
     llm.shutdown(timeout=VLLM_GRACE_S)
+    # Its sockets are closed on the event loop by now; the context is left open by vLLM.
+    resources = getattr(llm.engine_core, "resources", None)
+    if resources is not None:
+        ending = Thread(target=resources.ctx.term, daemon=True)
+        ending.start()
+        ending.join(CONTEXT_S_MAX)

@@ -34,8 +34,8 @@ MARKS = [
     pytest.mark.filterwarnings("ignore::FutureWarning:(torch|vllm|transformers)"),
 ]
 
-# What vLLM shows for a field that is unset; the chat model's own configuration sets none.
-DEFAULTS: Mapping[str, object] = {
+# What vLLM shows for a field that is unset, where the model's own configuration says nothing.
+NEUTRAL: Mapping[str, object] = {
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,
@@ -78,7 +78,7 @@ class Received:
     def __call__(self, request_id: str) -> Mapping[str, object]:
         params = self._params[request_id]
         values: dict[str, object] = {
-            name: getattr(params, name) for name in (*DEFAULTS, "seed", "logprobs", "ignore_eos")
+            name: getattr(params, name) for name in (*NEUTRAL, "seed", "logprobs", "ignore_eos")
         }
         values["keep_special_tokens"] = not params.skip_special_tokens
         values["stop"] = tuple(params.stop)
@@ -107,7 +107,7 @@ def harness_of(engine: VllmEngine, name: str) -> EngineHarness:
         decode=decode,
         vocabulary_size=running.text.vocabulary,
         received=Received(engine),
-        defaults=DEFAULTS,
+        defaults={**NEUTRAL, **running.defaults},
         exact=False,  # vLLM promises the same next token in another batch on GPUs only
         cuts=lambda total: (0, 1, total // 2, total),
     )
