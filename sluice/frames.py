@@ -182,7 +182,7 @@ class FrameWriter(Generic[Out]):
             while True:
                 self._woken = False
                 now = loop.time()
-                frame = self._compose(now - self._written_at >= self._heartbeat_s)
+                frame = self._compose(now >= self._written_at + self._heartbeat_s)
                 if frame is not None:
                     self.writing_since = now
                     await self._connection.write(frame)
@@ -202,6 +202,7 @@ class FrameWriter(Generic[Out]):
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
         # Runs once per heartbeat, not per frame: a frame in between only moves the next beat.
+        # `run` compares the same sum: a rounding difference would skip a beat.
         now = loop.time()
         due_at = self._written_at + self._heartbeat_s
         if now >= due_at:

@@ -213,4 +213,4 @@ def _timestamp(unix_s: float) -> Timestamp:
 
 
 def _seconds(timestamp: Timestamp) -> float:
-    return timestamp.seconds + timestamp.nanos / 1e9
+    return (timestamp.seconds * 10**9 + timestamp.nanos) / 10**9

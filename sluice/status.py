@@ -108,7 +108,8 @@ def from_status(status: status_pb2.Status) -> SluiceError:
         elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
             retry = error_details_pb2.RetryInfo()
             detail.Unpack(retry)
-            retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+            delay = retry.retry_delay
+            retry_after_s = (delay.seconds * 10**9 + delay.nanos) / 10**9
         elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
             bad = error_details_pb2.BadRequest()
             detail.Unpack(bad)

@@ -15,6 +15,7 @@ CancelledError. Trace context is passed by hand.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -25,9 +26,9 @@ from sluice.telemetry_names import METRICS, SPANS, Kind, Metric
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Observation
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span as SdkSpan
+
+    from sluice.telemetry_sdk import Sdk
 
 Value = str | int | float | bool
 Labels = Mapping[str, str]
@@ -126,14 +127,12 @@ class Telemetry:
 
     def __init__(
         self,
-        tracers: TracerProvider | None = None,
-        meters: MeterProvider | None = None,
+        sdk: Sdk | None = None,
         sample_ratio: float = 0.0,
     ) -> None:
-        self._tracers = tracers
-        self._meters = meters
-        self._tracer = None if tracers is None else tracers.get_tracer("sluice")
-        self._meter = None if meters is None else meters.get_meter("sluice")
+        self._sdk = sdk
+        self._tracer = None if sdk is None else sdk.tracers.get_tracer("sluice")
+        self._meter = None if sdk is None else sdk.meters.get_meter("sluice")
         self._sample_ratio = sample_ratio
         self._random = random.Random()
         self._reads: dict[str, list[Callable[[], Reading]]] = {}
@@ -157,15 +156,14 @@ class Telemetry:
         or a URL (``https://`` for TLS); empty is :meth:`off`. Never waits for the collector."""
         if not otlp_endpoint:
             return cls.off()
-        from sluice.telemetry_sdk import providers
+        from sluice.telemetry_sdk import make
 
-        tracers, meters = providers(service, instance, otlp_endpoint, metric_interval_s)
-        return cls(tracers, meters, sample_ratio)
+        return cls(make(service, instance, otlp_endpoint, metric_interval_s), sample_ratio)
 
     @property
     def enabled(self) -> bool:
         """Whether anything is exported."""
-        return self._tracer is not None or self._meter is not None
+        return self._sdk is not None
 
     def span(
         self,
@@ -254,9 +252,9 @@ class Telemetry:
 
     async def shutdown(self) -> None:
         """Exports what is left, for at most :data:`SHUTDOWN_S` seconds. Idempotent."""
-        tracers, meters = self._tracers, self._meters
-        self._tracers = self._meters = self._tracer = self._meter = None
-        if tracers is None and meters is None:
+        sdk = self._sdk
+        self._sdk = self._tracer = self._meter = None
+        if sdk is None:
             return
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
@@ -264,10 +262,8 @@ class Telemetry:
         def work() -> None:
             # In a daemon thread of its own: the SDK may wait for a collector that is gone, and a
             # pool's thread would hold up the process.
-            for provider in (tracers, meters):
-                if provider is not None:
-                    provider.shutdown()
-            if not loop.is_closed():
+            sdk.shutdown()
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(done.set)
 
         threading.Thread(target=work, name="telemetry-shutdown", daemon=True).start()
@@ -275,7 +271,7 @@ class Telemetry:
             async with asyncio.timeout(SHUTDOWN_S):
                 await done.wait()
         except TimeoutError:
-            return
+            sdk.give_up()
 
 
 class _Bound:

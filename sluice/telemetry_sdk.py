@@ -6,6 +6,8 @@ are daemons and never block the loop.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -34,10 +36,28 @@ SPAN_KINDS: dict[telemetry.SpanKindName, SpanKind] = {
 }
 
 
-def providers(
-    service: str, instance: str, endpoint: str, metric_interval_s: float
-) -> tuple[TracerProvider, MeterProvider]:
-    """Providers that export to ``endpoint``."""
+@dataclass(frozen=True, slots=True)
+class Sdk:
+    """The SDK's objects of one process."""
+
+    tracers: TracerProvider
+    meters: MeterProvider
+    span_exporter: OTLPSpanExporter
+    metric_exporter: OTLPMetricExporter
+
+    def shutdown(self) -> None:
+        """Exports what is left. Blocks for as long as the collector takes."""
+        self.tracers.shutdown()
+        self.meters.shutdown()
+
+    def give_up(self) -> None:
+        """Ends exports in progress, whose retries would go on in their threads."""
+        self.span_exporter.shutdown()
+        self.metric_exporter.shutdown()
+
+
+def make(service: str, instance: str, endpoint: str, metric_interval_s: float) -> Sdk:
+    """An SDK that exports to ``endpoint``."""
     insecure = not endpoint.startswith("https://")
     resource = Resource.create(
         {
@@ -59,25 +79,24 @@ def providers(
             max_attribute_length=telemetry.ATTRIBUTE_CHARS_MAX,
         ),
     )
+    timeout_s = telemetry.EXPORT_TIMEOUT_S
+    span_exporter = OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=timeout_s)
+    metric_exporter = OTLPMetricExporter(endpoint=endpoint, insecure=insecure, timeout=timeout_s)
     tracers.add_span_processor(
         BatchSpanProcessor(
-            OTLPSpanExporter(
-                endpoint=endpoint, insecure=insecure, timeout=telemetry.EXPORT_TIMEOUT_S
-            ),
+            span_exporter,
             max_queue_size=telemetry.SPAN_QUEUE_MAX,
             schedule_delay_millis=telemetry.SPAN_DELAY_S * 1000,
             max_export_batch_size=telemetry.SPAN_BATCH_MAX,
         )
     )
     reader = PeriodicExportingMetricReader(
-        OTLPMetricExporter(
-            endpoint=endpoint, insecure=insecure, timeout=telemetry.EXPORT_TIMEOUT_S
-        ),
+        metric_exporter,
         export_interval_millis=metric_interval_s * 1000,
-        export_timeout_millis=telemetry.EXPORT_TIMEOUT_S * 1000,
+        export_timeout_millis=timeout_s * 1000,
     )
     meters = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
-    return tracers, meters
+    return Sdk(tracers, meters, span_exporter, metric_exporter)
 
 
 def remote_parent(traceparent: str) -> Context:

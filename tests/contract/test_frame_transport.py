@@ -206,7 +206,8 @@ def test_silence_beyond_the_limit_breaks_the_stream_for_both(transport: Transpor
             broken = await _broken(_read_watched(pair.client, 4 * transport.step_s, got))
             assert broken.kind is LossKind.SILENT
             assert got == [b"1"]
-            assert 4 * transport.step_s <= loop.time() - began < 20 * transport.step_s
+            # uvloop's clock counts milliseconds.
+            assert 4 * transport.step_s - 0.002 <= loop.time() - began < 40 * transport.step_s
             assert asyncio.current_task() is not None
             assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
             assert (await _broken(pair.server.read())).kind is LossKind.DISCONNECTED
@@ -262,7 +263,8 @@ def test_the_writer_beats_when_idle_and_opens_the_stream_at_once(transport: Tran
             writer.wake()  # for nothing
             assert await pair.server.read() == b""
             gaps = [round((b - a) / beat_s, 1) for a, b in pairwise(sent_at)]
-            assert all(gap <= 1.3 for gap in gaps)
+            # On sockets the machine's load adds to a gap; in virtual time nothing does.
+            assert all(gap <= (1.0 if transport.name == "memory" else 4.0) for gap in gaps)
             assert gaps[0] >= 1.0
             assert gaps[-1] >= 1.0  # a frame moves the beat
             writer.close()
@@ -403,6 +405,29 @@ def test_a_loop_that_stood_still_is_not_a_silent_peer() -> None:
         await server.half_close()
         await task
         assert got == [b"was on its way"]
+
+    run_virtual(scenario())
+
+
+def test_a_beat_is_never_skipped_by_rounding() -> None:
+    """Method: 500 beats of odd lengths. Oracle: every gap is one interval. Mutant: ``run`` asks
+    ``now - written_at >= heartbeat_s`` where the timer asks ``now >= written_at + heartbeat_s``."""
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        for beat_s in (0.1, 0.3, 0.7, 1.0, 1.1):
+            client: MemoryConnection[bytes, bytes]
+            server: MemoryConnection[bytes, bytes]
+            client, server = memory_pair()
+            writer = FrameWriter(client, lambda due: b"" if due else None, heartbeat_s=beat_s)
+            task = asyncio.create_task(writer.run())
+            at = []
+            for _ in range(100):
+                await server.read()
+                at.append(loop.time())
+            assert max(b - a for a, b in pairwise(at)) < 1.5 * beat_s
+            writer.close()
+            await task
 
     run_virtual(scenario())
 
