@@ -59,6 +59,7 @@ class FleetWatch:
         self.models: dict[InstanceName, inference_pb2.GetModelResponse] = {}
         self.reports: dict[InstanceName, inference_pb2.WatchLoadResponse] = {}
         self.reported_at_s: dict[InstanceName, float] = {}
+        self._silent: set[InstanceName] = set()
         self._static = [target.split("=", 1)[-1] for target in targets if "dns:///" not in target]
         self._dns = [target.removeprefix("dns:///") for target in targets if "dns:///" in target]
         self._open_channel = open_channel
@@ -97,6 +98,7 @@ class FleetWatch:
     def _forget(self, address: str) -> None:
         name = self._names.pop(address, None)
         if name is not None:
+            self._silent.discard(name)
             for known in (self.models, self.reports, self.reported_at_s):
                 known.pop(name, None)
             self._observer.remove(name)
@@ -115,6 +117,7 @@ class FleetWatch:
                 except TimeoutError:
                     reason = f"no load report for {SILENCE_LIMIT_S} s"
                 if (name := self._names.get(address)) is not None:
+                    self._silent.add(name)
                     self._observer.unreachable(name, reason)
                 if asyncio.get_running_loop().time() - began > RETRY_MAX_S:
                     retry_s = RETRY_MIN_S
@@ -143,6 +146,7 @@ class FleetWatch:
                 name = InstanceName(model.instance)
                 self.models[name] = model
                 self.reports[name] = load
+                self._silent.discard(name)
                 self.reported_at_s[name] = asyncio.get_running_loop().time()
                 self._observer.report(instance_report(model, load), address)
         finally:
@@ -161,9 +165,9 @@ class FleetWatch:
         return True
 
     def is_fresh(self, name: InstanceName) -> bool:
-        """Whether an instance reported within the silence limit."""
+        """Whether an instance reported within the silence limit and its watch did not break."""
         age_s = asyncio.get_running_loop().time() - self.reported_at_s.get(name, float("-inf"))
-        return age_s < SILENCE_LIMIT_S
+        return age_s < SILENCE_LIMIT_S and name not in self._silent
 
 
 def instance_report(
