@@ -85,6 +85,9 @@ class SchedulerConfig:
     write_capacity: float = setting(
         0.6, ge=0.05, le=1.0, help="Share of one core beyond which new streams are refused."
     )
+    write_limit_s: float = setting(
+        30.0, unit="s", ge=0.1, le=3600.0, help="A client that reads nothing for so long is ended."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class Parts:
         self._channels = {target: open_channel(target) for target in config.executions}
         flush = FlushBudget(config.write_cost_us * 1e-6, config.write_share, config.write_capacity)
         domain = Scheduler(SchedulerLimits(), LeastWork())
-        self.gate = Gate(domain, _signer(config), flush)
+        self.gate = Gate(domain, _signer(config), flush, config.write_limit_s)
         self.gate.links = [
             ExecutionLink(target, partial(self._connect, target), self.gate)
             for target in config.executions

@@ -48,9 +48,6 @@ SWEEP_INTERVAL_S: Final = 0.1
 DEMAND_INTERVAL_S: Final = 0.02
 """Instances hear of changed demand this often at most."""
 
-WRITE_OUTSTANDING_MAX_S: Final = 30.0
-"""A client write that does not finish in this time ends the request as slow_consumer."""
-
 GRANT_TTL_S: Final = 30.0
 
 _REJECTIONS: Final = {
@@ -78,8 +75,17 @@ log = logs.get(__name__)
 class Gate:
     """See the module's docstring. One per process."""
 
-    def __init__(self, domain: Scheduler, signer: GrantSigner, flush: FlushBudget) -> None:
+    def __init__(
+        self,
+        domain: Scheduler,
+        signer: GrantSigner,
+        flush: FlushBudget,
+        write_limit_s: float = 30.0,
+    ) -> None:
+        """``write_limit_s``: a client's write that takes longer ends the request as
+        slow_consumer."""
         self.domain = domain
+        self._write_limit_s = write_limit_s
         self.flush = flush
         self.links: list[ExecutionLink] = []
         self.draining = False
@@ -124,9 +130,7 @@ class Gate:
         def forget(now: float) -> None:
             self.lives.pop(live.ticket.id, None)
             if live.ended is None:
-                abort = self.domain.cancel(live.ticket.id, now, outcome)
-                if abort is not None:
-                    self._abort(abort, now)
+                self._stop(live, now, outcome)
 
         self.post(forget)
 
@@ -274,8 +278,12 @@ class Gate:
         """Ends what is past a limit that the domain does not keep, and tells the domain how far
         the rest has come."""
         for live in list(self.lives.values()):
-            if live.write_began_s and now - live.write_began_s > WRITE_OUTSTANDING_MAX_S:
+            if live.write_began_s and now - live.write_began_s > self._write_limit_s:
                 self._end_slow_writer(live)
+            if live.error is not None:
+                # Its handler may be held up by a client that does not read: the engine is not.
+                if not live.unary:
+                    self._stop(live, now, live.outcome or Outcome.CANCELLED)
             elif live.over or not live.first_token_s:
                 continue
             elif now - live.last_token_s > live.inter_token_limit_s:
@@ -286,12 +294,17 @@ class Gate:
             else:
                 self.domain.progressed(live.ticket.id, live.attempt, live.tokens)
 
-    @staticmethod
-    def _end_slow_writer(live: LiveRequest) -> None:
+    def _stop(self, live: LiveRequest, now: float, outcome: Outcome) -> None:
+        """Takes a request out of the queue or off its instance, if it is still there."""
+        abort = self.domain.cancel(live.ticket.id, now, outcome)
+        if abort is not None:
+            self._abort(abort, now)
+
+    def _end_slow_writer(self, live: LiveRequest) -> None:
         error = SluiceError(
             Code.RESOURCE_EXHAUSTED,
             "SLOW_CONSUMER",
-            f"the client did not read for {WRITE_OUTSTANDING_MAX_S:.0f} s",
+            f"the client did not read for {self._write_limit_s:.0f} s",
         )
         live.fail(error, Outcome.SLOW_CONSUMER)
         if live.abandon is not None:

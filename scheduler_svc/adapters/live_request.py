@@ -166,14 +166,14 @@ class LiveRequest:
     def append(self, delta: inference_pb2.Delta, now: float) -> bool:
         """Joins one delta to what waits. Returns False when the delta does not fit: a gap, an
         overlap or an unknown index, which are faults of the instance."""
+        if self.error is not None:
+            return True  # nobody waits for it
         index = delta.index
         if index >= len(self.outputs):
             return False
         output = self.outputs[index]
         if delta.position != output.tokens:
             return False
-        if self.error is not None:
-            return True
         token_ids = delta.token_ids
         output.tokens += len(token_ids)
         if self.want_token_ids:

@@ -276,6 +276,8 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise
         except asyncio.CancelledError:
             outcome = live.outcome or left_as(ticket, self._loop.time())
+            if outcome is Outcome.SLOW_CONSUMER and live.error is not None and not task.uncancel():
+                raise live.error from None  # cancelled by the gate, not by the client
             raise
         except BaseException:
             outcome = Outcome.INTERNAL
