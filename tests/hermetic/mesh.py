@@ -261,8 +261,15 @@ class Mesh:
             assert time.monotonic() < end, f"not within {limit_s} s: {what}\n{self.logs()}"
             time.sleep(POLL_S)
 
+    def _all_answer(self) -> bool:
+        """Whether every service serves; one that has ended is a failure at once."""
+        for process in self.processes.values():
+            assert process.alive, f"{process.name} has ended\n{self.logs()}"
+        return all(self.serving(name) for name in self.processes if name != "envoy")
+
     def until_ready(self) -> None:
         """Waits until every process that was started can take its part of a request."""
+        self.until(self._all_answer, "every service answers")
         self.until(lambda: self.edge_members() == self.shape.schedulers, "the edge has schedulers")
         # Its workers learn it a little after its statistics do.
         self.until(lambda: httpx.get(f"{self.url}/healthz").is_success, "the edge is healthy")
