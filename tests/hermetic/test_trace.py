@@ -12,7 +12,8 @@ told; the frames that the tap saw.
 
 Seen to fail on mutants: `FrameStream._start` tracing under the first start's traceparent of a
 frame; `InstanceLink._trace` not putting its span into the start; `SchedulerMetrics.refused` without
-a span; `Gate._dispatch` without the traceparent; the prompt as an attribute of the request's span.
+a span; `Gate._dispatch` without the traceparent; an attribute of the request's span with
+what the client wrote; `SchedulerMetrics.ended` counting twice.
 """
 
 from __future__ import annotations
