@@ -41,6 +41,7 @@ SATURATION = (64, 128, 256, 512)
 REQUEST_STREAMS = 16  # one-token requests: the cost of a request
 IDLE_REQUESTS = 200
 WARMUP_S = 3.0
+BUSY = 0.5
 INFERENCE = "sim-0"  # the process that holds our engine
 
 NOTES = """\
@@ -277,12 +278,15 @@ def main() -> int:
     )
     parser.add_argument("--without-sluice", action="store_true", help="measure the others alone")
     arguments = parser.parse_args()
-    python: Path = arguments.peers_python
+    python: Path = arguments.peers_python.absolute()  # not resolved: a link into the environment
     if not python.exists():
         raise SystemExit(f"no gateways in {python}: `make bench-peers` installs them")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, _leave)
     signal.alarm(BUDGET_S)
+    busy = os.getloadavg()[0]  # runnable processes of the last minute
+    if busy > BUSY:
+        say(f"other work runs on this machine (load {busy:.1f}): trust the ratios, not the figures")
     subjects: list[Subject] = []
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -301,7 +305,8 @@ def main() -> int:
         )
         compare(subjects, arguments.seconds, arguments.streams)
     print(report(subjects))
-    print(f"written: {write_results('bench-peers', results(subjects)).relative_to(ROOT)}")
+    written = write_results("bench-peers", {**results(subjects), "load_average_before": busy})
+    print(f"written: {written.relative_to(ROOT)}")
     return 0
 
 
