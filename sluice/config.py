@@ -72,10 +72,10 @@ class SettingInfo:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.ge is not None and self.le is not None:
-            return f"{self.ge:g} to {self.le:g}{unit}"
+            return f"{self.ge:.15g} to {self.le:.15g}{unit}"
         if self.ge is not None:
-            return f"at least {self.ge:g}{unit}"
-        return f"at most {self.le:g}{unit}" if self.le is not None else ""
+            return f"at least {self.ge:.15g}{unit}"
+        return f"at most {self.le:.15g}{unit}" if self.le is not None else ""
 
     @property
     def default_text(self) -> str:

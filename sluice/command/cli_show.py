@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import time
@@ -28,14 +27,6 @@ if TYPE_CHECKING:
 
 LOG_LINES: Final = 40
 FOLLOW_POLL_S: Final = 0.3
-# Where sections are declared; the services' own are found by name, since nothing here imports one.
-SETTING_MODULES: Final = (
-    "sluice.mesh_config",
-    "sluice.edge_config",
-    "scheduler_svc.config",
-    "execution_svc.config",
-    "inference_svc.config",
-)
 _LOG_FIELDS: Final = ("time", "level", "service", "message")
 
 
@@ -91,12 +82,20 @@ def logs(
 
 def settings(
     only: Annotated[str, typer.Argument(help="Only sections or settings that begin so.")] = "",
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Defaults only, as docs/CONFIGURATION.md has them.")
+    ] = False,
     config: ConfigOption = None,
 ) -> None:
     """Print every setting: value, where it comes from, default, range, unit and meaning."""
+    from sluice.command.settings_page import declared, render
+
+    if markdown:
+        typer.echo(render(), nl=False)
+        return
     file = config_file(config)
     section = ""
-    for info in _all_settings():
+    for info in declared():
         if not info.where.startswith(only):
             continue
         if info.section != section:
@@ -110,17 +109,6 @@ def settings(
         )
         output().print(line, soft_wrap=True)
         output().print(Text(f"    {info.help}  ${info.variable}", style="dim"), soft_wrap=True)
-
-
-def _all_settings() -> Iterator[SettingInfo]:
-    from sluice.config import all_settings
-
-    for module in SETTING_MODULES:
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError:
-            continue
-    return all_settings()
 
 
 def _value(info: SettingInfo, file: MeshFile) -> tuple[str, str]:

@@ -1,0 +1,70 @@
+"""docs/CONFIGURATION.md: every setting that the services declare, as one page.
+
+Owns where settings are declared, and the form of the page. Pure but for importing the modules that
+declare them; a service that is not installed is left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Final
+
+from sluice.config import SECTIONS, SettingInfo, all_settings
+
+PAGE: Final = "docs/CONFIGURATION.md"
+# The services' own are found by name, since nothing here imports one.
+MODULES: Final = (
+    "sluice.mesh_config",
+    "sluice.edge_config",
+    "scheduler_svc.config",
+    "execution_svc.config",
+    "inference_svc.config",
+)
+_HEAD: Final = """# Configuration
+
+Written by `sluice config --markdown`; a test compares. `sluice config` prints the values in force.
+
+A value comes from the environment, else from [sluice.toml](../sluice.toml), else it is the default.
+A list in the environment is separated by commas. An unknown name, a value of another type or out of
+range refuses the start with exit status 78 and names the setting. An `[[instance]]` is explained
+where it stands, in [sluice.toml](../sluice.toml).
+"""
+
+
+def declared() -> Iterator[SettingInfo]:
+    """Every setting, section by section, in the order in which they are declared."""
+    sections: list[str] = []
+    for name in MODULES:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        sections += [s for s, cls in SECTIONS.items() if cls.__module__ == module.__name__]
+    known = list(all_settings())
+    for section in sections:
+        yield from (info for info in known if info.section == section)
+
+
+def render() -> str:
+    """The page."""
+    parts = [_HEAD]
+    for section, infos in groupby(declared(), key=lambda info: info.section):
+        parts.append(f"\n## [{section}]\n")
+        parts.append("| setting | default | permitted | environment | |\n|---|---|---|---|---|")
+        parts += [_row(info) for info in infos]
+    return "\n".join(parts) + "\n"
+
+
+def _row(info: SettingInfo) -> str:
+    unit = f", {info.unit}" if info.unit else ""
+    permitted = info.range if info.choices else f"{info.kind}, {info.range}" if info.range else ""
+    cells = (
+        f"`{info.name}`",
+        f"`{info.default_text}`",
+        permitted or info.kind + unit,
+        f"`{info.variable}`",
+        info.help,
+    )
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
