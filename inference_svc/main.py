@@ -43,7 +43,7 @@ def engine_factory(config: InstanceConfig) -> Callable[[], Engine]:
 
         make: Callable[[], Engine] = lambda: simulated_engine.make(config)  # noqa: E731
     else:
-        from inference_svc.adapters import vllm_engine
+        from inference_svc.adapters.vllm_engine import engine as vllm_engine
 
         make = lambda: vllm_engine.make(config)  # noqa: E731
     try:

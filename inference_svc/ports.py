@@ -1,8 +1,8 @@
 """What inference_svc needs from an engine, from the GPUs and from its caller's side.
 
 This file reads as a specification. Two engines implement :class:`Engine`: vLLM
-(``adapters/vllm_engine.py``) and the simulated engine (``adapters/simulated/engine.py``); both
-pass the same contract suite (``tests/contract``). The port is callback based: an engine calls the
+(``adapters/vllm_engine``) and the simulated engine (``adapters/simulated``); both pass the same
+contract suite (``tests/contract``). The port is callback based: an engine calls the
 request's :class:`OutputSink` from the event loop, once per engine step and request, so that a
 frame can gather the output of all requests without a task switch per token.
 

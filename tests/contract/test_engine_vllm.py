@@ -15,7 +15,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from inference_svc.adapters.vllm_settings import EngineConfigError
+from inference_svc.adapters.vllm_engine.settings import EngineConfigError
 from inference_svc.ports import (
     Constraint,
     ConstraintKind,
@@ -206,7 +206,7 @@ class TestVllmItself:
         assert caught.value.code is Code.FAILED_PRECONDITION
 
     async def test_an_unknown_engine_argument_stops_the_start_and_is_named(self) -> None:
-        from inference_svc.adapters.vllm_engine import VllmEngine
+        from inference_svc.adapters.vllm_engine.engine import VllmEngine
 
         wanted = settings(CHAT_MODEL, engine_args={"max_num_sequences": 4})
         before = set(psutil.Process().children(recursive=True))

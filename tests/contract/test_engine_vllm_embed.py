@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import psutil
 import pytest_asyncio
 
-from inference_svc.adapters.vllm_settings import EngineTask
+from inference_svc.adapters.vllm_engine.settings import EngineTask
 from inference_svc.ports import TextPrompt
 from sluice.errors import Code
 from tests.contract.engine_contract import refused

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from inference_svc.adapters.constraint_checker import ConstraintChecker
-from inference_svc.adapters.vllm_settings import GIB
+from inference_svc.adapters.vllm_engine.constraint_checker import ConstraintChecker
+from inference_svc.adapters.vllm_engine.settings import GIB
 from inference_svc.ports import Continuation, Sampling
 from sluice.errors import Code, SluiceError
 from tests.contract.vllm_support import CHAT_MODEL, EMBEDDING_MODEL, MARKS, MODELS
@@ -33,7 +33,7 @@ class TestTokenBytes:
     TEXT = "The tide: 삼겹살 🫠 龜 — né\n\ttwo  spaces"
 
     def test_the_bytes_of_tokens_join_to_the_text(self, tokenizer: Any) -> None:
-        from inference_svc.adapters.vllm_text import TokenBytes
+        from inference_svc.adapters.vllm_engine.text import TokenBytes
 
         token_bytes = TokenBytes(tokenizer)
         ids = tokenizer.encode(self.TEXT, add_special_tokens=False)
@@ -41,7 +41,7 @@ class TestTokenBytes:
         assert any(len(token_bytes.of(token)) == 1 for token in ids)
 
     def test_every_token_of_the_vocabulary_has_bytes(self, tokenizer: Any) -> None:
-        from inference_svc.adapters.vllm_text import TokenBytes
+        from inference_svc.adapters.vllm_engine.text import TokenBytes
 
         token_bytes = TokenBytes(tokenizer)
         for token in range(len(tokenizer)):
@@ -51,7 +51,7 @@ class TestTokenBytes:
     def test_a_word_piece_vocabulary_is_read_too(self) -> None:
         from transformers import AutoTokenizer
 
-        from inference_svc.adapters.vllm_text import TokenBytes
+        from inference_svc.adapters.vllm_engine.text import TokenBytes
 
         words = AutoTokenizer.from_pretrained(str(MODELS / EMBEDDING_MODEL))
         [token] = words.encode("lighthouse", add_special_tokens=False)
@@ -68,8 +68,8 @@ class TestContinuedText:
     def _continued(
         self, tokenizer: Any, ids: list[int], delivered: str, *, stop: tuple[str, ...] = ()
     ) -> Any:
-        from inference_svc.adapters.vllm_continuation import ContinuedText
-        from inference_svc.adapters.vllm_sampling import translate
+        from inference_svc.adapters.vllm_engine.continuation import ContinuedText
+        from inference_svc.adapters.vllm_engine.sampling import translate
 
         original = translate(Sampling(stop=stop), {}, max_tokens=64, min_tokens=0)
         continuation = Continuation(
@@ -145,7 +145,7 @@ class TestSamplingTranslation:
     """Unset, zero and the model's own configuration are three things."""
 
     def _params(self, sampling: Sampling, **defaults: float) -> Any:
-        from inference_svc.adapters.vllm_sampling import translate
+        from inference_svc.adapters.vllm_engine.sampling import translate
 
         return translate(sampling, defaults, max_tokens=8, min_tokens=0)
 
@@ -178,7 +178,7 @@ class TestStatistics:
     """From vLLM's records to the port's figures."""
 
     def _reader(self) -> tuple[Any, list[float]]:
-        from inference_svc.adapters.vllm_stats import statistics_factory
+        from inference_svc.adapters.vllm_engine.stats import statistics_factory
 
         now = [100.0]
         made: list[Any] = []
@@ -280,7 +280,7 @@ class TestConstraintCompiler:
 
 
 def test_the_compiler_process_needs_nothing_of_this_project() -> None:
-    from inference_svc.adapters.constraint_checker import PROGRAM
+    from inference_svc.adapters.vllm_engine.constraint_checker import PROGRAM
 
     source = Path(PROGRAM).read_text(encoding="utf-8")
     assert "inference_svc" not in source.replace("inference_svc/", "")

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from inference_svc.adapters.vllm_engine import VllmEngine
-from inference_svc.adapters.vllm_settings import EngineTask, VllmSettings
+from inference_svc.adapters.vllm_engine.engine import VllmEngine
+from inference_svc.adapters.vllm_engine.settings import EngineTask, VllmSettings
 from tests.contract.engine_harness import EngineHarness
 
 MODELS = Path(os.environ.get("SLUICE_TEST_MODELS", ".sluice/models"))

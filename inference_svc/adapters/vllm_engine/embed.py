@@ -19,8 +19,8 @@ from vllm.inputs.engine import tokens_input
 from vllm.pooling_params import PoolingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from inference_svc.adapters.vllm_generation import engine_failed
-from inference_svc.adapters.vllm_text import TextWorker
+from inference_svc.adapters.vllm_engine.generation import engine_failed
+from inference_svc.adapters.vllm_engine.text import TextWorker
 from inference_svc.ports import ChatPrompt, Prompt
 from sluice.errors import invalid
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from inference_svc.adapters import vllm_launch as launch
-from inference_svc.adapters.constraint_checker import ConstraintChecker
-from inference_svc.adapters.vllm_processes import EngineProcesses
-from inference_svc.adapters.vllm_settings import GIB, EngineTask, VllmSettings, settings_of
+from inference_svc.adapters.vllm_engine import launch
+from inference_svc.adapters.vllm_engine.constraint_checker import ConstraintChecker
+from inference_svc.adapters.vllm_engine.processes import EngineProcesses
+from inference_svc.adapters.vllm_engine.settings import GIB, EngineTask, VllmSettings, settings_of
 from inference_svc.config import InstanceConfig
 from inference_svc.domain import continuation as rules
 from inference_svc.domain import sampling_rules
@@ -46,9 +46,9 @@ from sluice import logs
 from sluice.errors import failed_precondition, invalid, unavailable
 
 if TYPE_CHECKING:
-    from inference_svc.adapters.vllm_generation import VllmGeneration, VllmPrepared
-    from inference_svc.adapters.vllm_stats import SchedulerStatistics
-    from inference_svc.adapters.vllm_text import TextWorker, TokenBytes
+    from inference_svc.adapters.vllm_engine.generation import VllmGeneration, VllmPrepared
+    from inference_svc.adapters.vllm_engine.stats import SchedulerStatistics
+    from inference_svc.adapters.vllm_engine.text import TextWorker, TokenBytes
 
 _log = logs.get(__name__)
 
@@ -181,7 +181,7 @@ class VllmEngine:
 
     def submit(self, prepared: PreparedPrompt, sink: OutputSink) -> RunningRequest:
         """See ``Engine``."""
-        from inference_svc.adapters.vllm_generation import VllmGeneration, VllmPrepared
+        from inference_svc.adapters.vllm_engine.generation import VllmGeneration, VllmPrepared
 
         assert isinstance(prepared, VllmPrepared), "prepared by another engine"
         running = self._ready()
@@ -198,7 +198,7 @@ class VllmEngine:
         running = self._ready()
         if not running.description.embed:
             raise failed_precondition("NOT_AN_EMBEDDER", "This model generates; it does not embed.")
-        from inference_svc.adapters.vllm_embed import embed
+        from inference_svc.adapters.vllm_engine.embed import embed
 
         self._begin_work()
         self._embeddings += 1
@@ -244,10 +244,10 @@ class VllmEngine:
 
     def _prepare(self, running: _Running, spec: GenerateSpec) -> VllmPrepared:
         """The blocking part of ``prepare``."""
-        from inference_svc.adapters import vllm_sampling
-        from inference_svc.adapters.vllm_continuation import ContinuedText
-        from inference_svc.adapters.vllm_generation import VllmPrepared
-        from inference_svc.adapters.vllm_text import over_length
+        from inference_svc.adapters.vllm_engine import sampling as vllm_sampling
+        from inference_svc.adapters.vllm_engine.continuation import ContinuedText
+        from inference_svc.adapters.vllm_engine.generation import VllmPrepared
+        from inference_svc.adapters.vllm_engine.text import over_length
 
         context = running.description.context_tokens
         prompt = running.text.tokenize(spec.prompt, context)
@@ -299,7 +299,7 @@ class VllmEngine:
         self._making = run(launch.make_llm, self._settings, loop.time, made.append)
         # Shielded, so that close() can wait for the thread's end when this start is given up.
         llm = await asyncio.shield(self._making)
-        from inference_svc.adapters.vllm_text import TextWorker, TokenBytes
+        from inference_svc.adapters.vllm_engine.text import TextWorker, TokenBytes
 
         text = TextWorker(llm)
         generates = self._settings.task is EngineTask.GENERATE
@@ -370,7 +370,7 @@ async def _check_constraint(checker: ConstraintChecker, constraint: Constraint) 
     kind = _COMPILED.get(constraint.kind)
     if kind is None:
         return
-    from inference_svc.adapters.vllm_sampling import constraint_error, is_lark
+    from inference_svc.adapters.vllm_engine.sampling import constraint_error, is_lark
 
     if kind == "ebnf" and is_lark(constraint.text):
         kind = "lark"

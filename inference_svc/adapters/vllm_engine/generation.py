@@ -22,9 +22,9 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from inference_svc.adapters.vllm_continuation import ContinuedText
-from inference_svc.adapters.vllm_sampling import constraint_error
-from inference_svc.adapters.vllm_text import TokenBytes
+from inference_svc.adapters.vllm_engine.continuation import ContinuedText
+from inference_svc.adapters.vllm_engine.sampling import constraint_error
+from inference_svc.adapters.vllm_engine.text import TokenBytes
 from inference_svc.ports import (
     FinishReason,
     GenerationEnd,

@@ -17,8 +17,11 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from inference_svc.adapters.model_fingerprint import fingerprint_folder, fingerprint_name
-from inference_svc.adapters.vllm_settings import (
+from inference_svc.adapters.vllm_engine.model_fingerprint import (
+    fingerprint_folder,
+    fingerprint_name,
+)
+from inference_svc.adapters.vllm_engine.settings import (
     EngineTask,
     VllmSettings,
     adopt_logging,
@@ -29,7 +32,7 @@ from inference_svc.ports import GenerationEnd, ModelDescription
 from sluice import logs
 
 if TYPE_CHECKING:
-    from inference_svc.adapters.vllm_stats import SchedulerStatistics
+    from inference_svc.adapters.vllm_engine.stats import SchedulerStatistics
 
 _log = logs.get(__name__)
 
@@ -57,7 +60,7 @@ def make_llm(
     arguments = engine_arguments(settings)
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from inference_svc.adapters.vllm_stats import statistics_factory
+    from inference_svc.adapters.vllm_engine.stats import statistics_factory
 
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[statistics_factory(clock, made)])
     adopt_logging()  # the start may have set it up once more

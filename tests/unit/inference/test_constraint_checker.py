@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.adapters import constraint_checker
-from inference_svc.adapters.constraint_checker import WAITING_MAX, ConstraintChecker
+from inference_svc.adapters.vllm_engine import constraint_checker
+from inference_svc.adapters.vllm_engine.constraint_checker import WAITING_MAX, ConstraintChecker
 from sluice.errors import Code, SluiceError
 
 SCRIPT = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.adapters.model_fingerprint import (
+from inference_svc.adapters.vllm_engine.model_fingerprint import (
     EDGE_BYTES,
     fingerprint_folder,
     fingerprint_name,

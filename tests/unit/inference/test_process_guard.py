@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from inference_svc.adapters.process_guard import ProcessGuard
+from inference_svc.adapters.vllm_engine.process_guard import ProcessGuard
 
 SLEEPER = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
 # A process that starts a sleeper, guards it, says its pid and waits to be killed.
 GUARDED = """
 import subprocess, sys, time
-from inference_svc.adapters.process_guard import ProcessGuard
+from inference_svc.adapters.vllm_engine.process_guard import ProcessGuard
 sleeper = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"])
 guard = ProcessGuard()
 guard.watch([sleeper.pid])
