@@ -45,7 +45,7 @@ class ScriptedExecution:
         self.opened: list[str] = []
         self.refuse_connections = False
         self.draining = False
-        self.half_closed = False
+        self._ends = 0
         self._server: ServerSide | None = None
         self._sequence = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -72,7 +72,7 @@ class ScriptedExecution:
             while (frame := await server.read()) is not None:
                 for part in frame.parts:
                     await self._part(part)
-            self.half_closed = True
+            self._ends += 1
         except FrameBroken:
             pass
         finally:
@@ -127,6 +127,10 @@ class ScriptedExecution:
         self.draining = True
         assert self._server is not None
         await self._send(self._server, execution_pb2.ExecuteFramesResponse())
+
+    def ends(self) -> int:
+        """How often the scheduler half-closed a stream."""
+        return self._ends
 
     def break_stream(self) -> None:
         """Breaks the whole stream, as a killed execution service does."""

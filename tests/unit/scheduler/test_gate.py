@@ -342,10 +342,10 @@ def test_a_draining_replica_gets_no_more_starts_and_is_left_when_its_slots_ended
         waiting = r.submit()
         await r.settle()
         assert len(r.execution.starts) == 1
-        assert not r.execution.half_closed
+        assert r.execution.ends() == 0
         await r.execution.end(0)
         await r.settle()
-        assert r.execution.half_closed
+        assert r.execution.ends() == 1
         r.gate.leave(running, Outcome.FINISHED)
         r.gate.leave(waiting, Outcome.CANCELLED)
 
