@@ -15,6 +15,10 @@ from typing import Generic, TypeVar
 
 FRAME_BYTES_MAX = 256 * 1024
 
+# What a start takes to pass here even when it does not wait: the loop's clock counts whole
+# milliseconds, and would show the time left to be the same at both hops.
+PASSING_S = 0.001
+
 S = TypeVar("S")
 C = TypeVar("C")
 
@@ -83,5 +87,5 @@ class Outgoing(Generic[S, C]):
 
 
 def remaining_at_write(remaining_s: float, arrived_at: float, now: float) -> float:
-    """What is left of a deadline after the time that the start waited here, at least 0."""
-    return max(0.0, remaining_s - (now - arrived_at))
+    """What is left of a deadline after the time that the start spent here, at least 0."""
+    return max(0.0, remaining_s - max(PASSING_S, now - arrived_at))

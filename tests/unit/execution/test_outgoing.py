@@ -83,9 +83,14 @@ def test_everything_leaves_once_within_the_limit(
 
 @pytest.mark.parametrize(
     ("remaining", "arrived", "now", "left"),
-    [(5.0, 10.0, 10.0, 5.0), (5.0, 10.0, 12.0, 3.0), (5.0, 10.0, 15.0, 0.0), (5.0, 1.0, 99.0, 0.0)],
+    [
+        (5.0, 10.0, 10.0, 4.999),
+        (5.0, 10.0, 12.0, 3.0),
+        (5.0, 10.0, 15.0, 0.0),
+        (5.0, 1.0, 99.0, 0.0),
+    ],
 )
-def test_the_time_a_start_waits_here_is_taken_from_its_deadline(
+def test_the_time_a_start_spends_here_is_taken_from_its_deadline(
     remaining: float, arrived: float, now: float, left: float
 ) -> None:
     assert remaining_at_write(remaining, arrived, now) == left
