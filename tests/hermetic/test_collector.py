@@ -5,8 +5,8 @@ is not there, leave answers and their times as they are; every service ends in o
 time meanwhile. Method: one mesh whose collector hangs, then disappears, then hangs again while the
 services are told to end. Oracle: times, of which a blocked export would be 2 s; exit statuses.
 
-Seen to fail on the mutant: spans exported when they end (SimpleSpanProcessor). That a shutdown keeps
-its limit to the second is tests/contract/test_telemetry_export.py.
+Seen to fail on the mutant: spans exported when they end (SimpleSpanProcessor). That a shutdown
+keeps its limit to the second is shown by tests/contract/test_telemetry_export.py.
 """
 
 from __future__ import annotations
