@@ -81,6 +81,7 @@ class Parts:
             config.name, self.gate, self.fleet, self.tenants
         )
         self._execution = health.component("execution")
+        self._instances = health.component("instances")
 
     def _connect(self, target: str) -> ExecuteConnection:
         stub = execution_pb2_grpc.ExecutionServiceStub(self._channels[target])
@@ -114,6 +115,9 @@ class Parts:
                 self._execution.up()
             else:
                 self._execution.down("no execution service is connected")
+            if self.fleet.looked_at_all:
+                # Before that every request would be refused for want of an instance.
+                self._instances.up()
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def drain(self) -> None:

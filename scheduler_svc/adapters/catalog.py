@@ -32,7 +32,7 @@ class Catalog:
     def resolve(self, name: str, tenant: Tenant, *, embeds: bool = False) -> str:
         """The served model for a request. NOT_FOUND for a model that is unknown or not the
         tenant's, alike; FAILED_PRECONDITION for one that does not do what is asked; UNAVAILABLE
-        when no name is given and no instance is known yet."""
+        for one that is unknown while an instance has not said yet what it serves."""
         known = self._known()
         resolved = name or self._default[embeds] or self._first(known.values(), embeds)
         if name in self._aliases and tenant.may_use(name):
@@ -45,6 +45,12 @@ class Catalog:
         if model is None:
             if resolved == self._default[embeds]:
                 return resolved  # configured, not up yet: the queue decides
+            if not self._fleet.knows_all:
+                raise unavailable(
+                    "NO_INSTANCE",
+                    "no instance that has answered serves the model, and some have not yet",
+                    1.0,
+                )
             raise _unknown(resolved)
         able = model.capabilities.embed if embeds else model.capabilities.generate
         if not able:

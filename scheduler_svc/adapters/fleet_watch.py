@@ -60,12 +60,24 @@ class FleetWatch:
         self.reports: dict[InstanceName, inference_pb2.WatchLoadResponse] = {}
         self.reported_at_s: dict[InstanceName, float] = {}
         self._silent: set[InstanceName] = set()
+        self._looked: set[str] = set()
         self._static = [target.split("=", 1)[-1] for target in targets if "dns:///" not in target]
         self._dns = [target.removeprefix("dns:///") for target in targets if "dns:///" in target]
         self._open_channel = open_channel
         self._observer = observer
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._names: dict[str, InstanceName] = {}
+
+    @property
+    def looked_at_all(self) -> bool:
+        """Whether every address has answered, or failed to, at least once."""
+        resolved = bool(self._watchers) or not (self._static or self._dns)
+        return resolved and self._watchers.keys() <= self._looked
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether every address has said which model it has: what is not known is not there."""
+        return self.looked_at_all and self._watchers.keys() <= self._names.keys()
 
     async def run(self) -> None:
         """Watches the fleet until cancelled."""
@@ -93,6 +105,7 @@ class FleetWatch:
             self._watchers[address] = group.create_task(self._watch(address))
         for address in self._watchers.keys() - found:
             self._watchers.pop(address).cancel()
+            self._looked.discard(address)
             self._forget(address)
 
     def _forget(self, address: str) -> None:
@@ -116,6 +129,7 @@ class FleetWatch:
                     reason = error.code().name
                 except TimeoutError:
                     reason = f"no load report for {SILENCE_LIMIT_S} s"
+                self._looked.add(address)
                 if (name := self._names.get(address)) is not None:
                     self._silent.add(name)
                     self._observer.unreachable(name, reason)
@@ -136,6 +150,7 @@ class FleetWatch:
                     load = await call.read()
                 if not isinstance(load, inference_pb2.WatchLoadResponse):
                     return
+                self._looked.add(address)
                 if not load.serving and (model is None or model.epoch != load.epoch):
                     continue  # the engine starts: there is nothing to describe yet
                 if model is None or model.epoch != load.epoch:
