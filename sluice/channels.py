@@ -30,7 +30,7 @@ class ChannelLimits:
     keepalive_time_s: float = 20.0
     keepalive_timeout_s: float = 5.0
     reconnect_min_s: float = 0.1
-    reconnect_max_s: float = 2.0
+    reconnect_max_s: float = 0.5  # one that comes back is found within 2 s, other pauses included
 
 
 @dataclass(frozen=True, slots=True)

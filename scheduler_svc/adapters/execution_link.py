@@ -26,7 +26,7 @@ from sluice.frames import FrameBroken, FrameConnection, FrameWriter, LossKind, r
 from sluice.inference.v1 import inference_pb2
 
 RECONNECT_MIN_S: Final = 0.1
-RECONNECT_MAX_S: Final = 2.0
+RECONNECT_MAX_S: Final = 1.0
 
 ExecuteConnection = FrameConnection[
     execution_pb2.ExecuteFramesRequest, execution_pb2.ExecuteFramesResponse
