@@ -101,6 +101,17 @@ class OtlpReceiver:
             ]
         return Point(sum(p.value for p in found), sum(p.total for p in found))
 
+    def labels(self, service: str, name: str, label: str) -> set[str]:
+        """The values of a label over a service's series of this name."""
+        with self._lock:
+            return {
+                value
+                for of, _, metric, have in self._points
+                if (of, metric) == (service, name)
+                for key, value in have
+                if key == label
+            }
+
     def contains(self, text: str) -> bool:
         """Whether anything that arrived holds a text."""
         with self._lock:

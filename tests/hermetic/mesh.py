@@ -169,14 +169,17 @@ class Mesh:
             self.channels[name] = grpc.insecure_channel(self[name].address, options)
         return self.channels[name]
 
-    def serving(self, name: str) -> bool:
-        """Whether a service says that it serves."""
+    def health(self, name: str) -> int:
+        """What a service says of its health; -1 while it does not answer."""
         stub = health_pb2_grpc.HealthStub(self.channel(name))
         try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=2)
+            return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=2).status)
         except grpc.RpcError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+            return -1
+
+    def serving(self, name: str) -> bool:
+        """Whether a service says that it serves."""
+        return self.health(name) == health_pb2.HealthCheckResponse.SERVING
 
     def load(self, name: str) -> inference_pb2.WatchLoadResponse:
         """The load of an instance now, by its own report."""
