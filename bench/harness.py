@@ -82,11 +82,14 @@ def mesh(
         **(environ or {}),
     }
     command = [sys.executable, "-m", "sluice.command.cli"]
-    subprocess.run([*command, "up", "--engine", engine], env=env, check=True, cwd=ROOT)
+    up = [*command, "up", "--engine", engine, "--no-question"]
+    started = subprocess.run(up, env=env, cwd=ROOT, capture_output=True, text=True)
+    if started.returncode != 0:
+        raise SystemExit(f"the mesh did not start:\n{started.stdout}{started.stderr}")
     try:
         yield Mesh(runtime, port_offset)
     finally:
-        subprocess.run([*command, "down"], env=env, check=True, cwd=ROOT)
+        subprocess.run([*command, "down"], env=env, check=True, cwd=ROOT, capture_output=True)
 
 
 def write_results(name: str, figures: Mapping[str, float]) -> Path:

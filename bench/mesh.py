@@ -137,58 +137,65 @@ async def idle_ttft_ms(running: Mesh) -> tuple[list[float], list[float]]:
     return direct[20:], through[20:]
 
 
+def measure(running: Mesh, seconds: float, counts: list[int]) -> dict[str, float]:
+    """All figures; those of a load carry the number of its streams, 128 is the plain name."""
+    figures: dict[str, float] = {}
+    direct, through = asyncio.run(idle_ttft_ms(running))
+    for name, share in (("p50", 0.5), ("p99", 0.99)):
+        added = quantile(through, share) - quantile(direct, share)
+        figures[f"added_ttft_ms_{name}"] = added
+    short = run_load(running, streams=16, tokens=1, seconds=seconds)
+    figures["cpu_us_per_request"] = short["cpu_us_per_request"]
+    figures["requests_per_s"] = short["requests_per_s"]
+    for name, value in short.items():
+        if name.startswith("cpu_us_per_token_"):
+            figures[name.replace("_per_token_", "_per_request_")] = value
+    for streams in counts:
+        suffix = "" if streams == 128 else f"_{streams}"
+        for name, value in run_load(running, streams, tokens=200, seconds=seconds).items():
+            if name not in ("cpu_us_per_request", "requests_per_s"):
+                figures[name + suffix] = value
+    figures["memory_mb"] = sum(running.memory_mb().values())
+    return figures
+
+
+def report(figures: dict[str, float], counts: list[int]) -> str:
+    """The figures as two tables and two lines."""
+    services = [
+        name.removeprefix("cpu_us_per_request_")
+        for name in figures
+        if name.startswith("cpu_us_per_request_")
+    ]
+    loads = [["streams", "tokens/s", "tokens/message", "TTFT p50 ms", "p99 ms", "errors"]]
+    costs = [["CPU us per", "all", *services]]
+    for streams in counts:
+        suffix = "" if streams == 128 else f"_{streams}"
+        names = ("tokens_per_s", "tokens_per_message", "ttft_ms_p50", "ttft_ms_p99", "errors")
+        loads.append([str(streams), *(f"{figures[name + suffix]:,.1f}" for name in names)])
+        each = [figures[f"cpu_us_per_token_{name}{suffix}"] for name in services]
+        total = figures[f"cpu_us_per_token{suffix}"]
+        costs.append([f"token, {streams} streams", *(f"{cost:.1f}" for cost in (total, *each))])
+    each = [figures[f"cpu_us_per_request_{name}"] for name in services]
+    total = figures["cpu_us_per_request"]
+    costs.append(["one-token request", *(f"{cost:.0f}" for cost in (total, *each))])
+    added = ", ".join(
+        f"{name} {figures[f'added_ttft_ms_{name}']:.2f} ms" for name in ("p50", "p99")
+    )
+    memory = f"memory of all services: {figures['memory_mb']:.0f} MB"
+    return "\n".join((table(loads), "", table(costs), "", f"added TTFT at idle: {added}", memory))
+
+
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--streams", type=int, nargs="*", default=[128, 512, 1000])
     arguments = parser.parse_args()
-    figures: dict[str, float] = {}
-    rows = [["streams", "tokens/s", "CPU us/token", "tokens/message", "TTFT p50 ms", "p99 ms"]]
     with tempfile.TemporaryDirectory() as scratch, otlp_sink() as endpoint:
         environ = {"SLUICE_MESH_OTLP_ENDPOINT": endpoint}
         with mesh(Path(scratch) / "run", environ=environ) as running:
-            direct, through = asyncio.run(idle_ttft_ms(running))
-            figures["added_ttft_ms_p50"] = quantile(through, 0.5) - quantile(direct, 0.5)
-            figures["added_ttft_ms_p99"] = quantile(through, 0.99) - quantile(direct, 0.99)
-            short = run_load(running, streams=16, tokens=1, seconds=arguments.seconds)
-            figures["cpu_us_per_request"] = short["cpu_us_per_request"]
-            figures["requests_per_s"] = short["requests_per_s"]
-            figures.update(
-                {
-                    name.replace("_per_token_", "_per_request_"): value
-                    for name, value in short.items()
-                    if name.startswith("cpu_us_per_token_")
-                }
-            )
-            for streams in arguments.streams:
-                result = run_load(running, streams, tokens=200, seconds=arguments.seconds)
-                suffix = "" if streams == 128 else f"_{streams}"
-                figures.update(
-                    {
-                        f"{name}{suffix}": value
-                        for name, value in result.items()
-                        if name not in ("cpu_us_per_request", "requests_per_s")
-                    }
-                )
-                rows.append(
-                    [
-                        str(streams),
-                        f"{result['tokens_per_s']:,.0f}",
-                        f"{result['cpu_us_per_token']:.1f}",
-                        f"{result['tokens_per_message']:.1f}",
-                        f"{result['ttft_ms_p50']:.0f}",
-                        f"{result['ttft_ms_p99']:.0f}",
-                    ]
-                )
-                print(json.dumps({k: round(v, 2) for k, v in result.items() if "_us_" in k}))
-            figures["memory_mb"] = sum(running.memory_mb().values())
-    print(table(rows))
-    print(
-        f"added TTFT at idle: p50 {figures['added_ttft_ms_p50']:.2f} ms, "
-        f"p99 {figures['added_ttft_ms_p99']:.2f} ms"
-    )
-    print(f"CPU per one-token request: {figures['cpu_us_per_request']:.0f} us")
+            figures = measure(running, arguments.seconds, arguments.streams)
+    print(report(figures, arguments.streams))
     print(f"written: {write_results('bench-mesh', figures).relative_to(ROOT)}")
     return 0
 

@@ -1,4 +1,4 @@
-"""Reading a refusal: code, reason, field and retry delay. Usage: .venv/bin/python examples/errors.py."""
+"""Reading a refusal: its code, reason, field and retry delay."""
 
 import os
 from pathlib import Path

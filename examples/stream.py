@@ -1,4 +1,4 @@
-"""A streamed answer with the Python stub. Usage: .venv/bin/python examples/stream.py ["question"]."""
+"""A streamed answer with the Python stub: ``.venv/bin/python examples/stream.py [question]``."""
 
 import os
 import sys
