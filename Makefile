@@ -61,7 +61,7 @@ env: $(BASE) $(DEV) $(ENGINE_ENV) ## Create .venv from the locks: services, tool
 
 .PHONY: protos
 protos: $(BASE) ## Generate the Python stubs and the descriptor image
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PYTHON) protos/generate.py # finds its plugins on PATH
+	@$(PYTHON) protos/generate.py
 
 .PHONY: model
 model: $(BASE) $(VLLM) ## Prepare the two default models (about half a minute, once)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import filecmp
 import importlib.resources
+import os
 import shutil
 import sys
 import tempfile
@@ -37,6 +38,8 @@ def include_paths() -> list[Path]:
 
 def run_protoc(out: Path, files: list[str]) -> int:
     """Runs protoc with all generators into ``out``; returns its exit status."""
+    # protoc looks for its plugins on PATH; they are installed beside the interpreter.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     arguments = ["protoc"]
     arguments += [f"-I{path}" for path in include_paths()]
     arguments += [f"--{kind}_out={out}" for kind in ("python", "grpc_python")]
