@@ -1,0 +1,1 @@
+"""The words in which a holder and the state service speak of quotas."""

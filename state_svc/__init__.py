@@ -1,0 +1,1 @@
+"""The only client of Redis: what the mesh must not forget."""

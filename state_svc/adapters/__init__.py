@@ -1,0 +1,1 @@
+"""What connects the state service to gRPC and to its stores."""
