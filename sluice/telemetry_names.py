@@ -14,7 +14,6 @@ from enum import Enum
 
 SPAN_REQUEST = "sluice.scheduler.request"  # from the first byte to the terminal message
 SPAN_QUEUE = "sluice.scheduler.queue"  # from submission to the dispatch that counted
-SPAN_ATTEMPT = "sluice.scheduler.attempt"  # one dispatch to one instance
 SPAN_RELAY = "sluice.execution.relay"  # one start, from its frame in to its end out
 SPAN_EXECUTE = "sluice.execution.execute"  # plain Execute and ExecuteEmbed
 SPAN_GENERATE = "sluice.inference.generate"  # the engine's work for one start
@@ -23,7 +22,6 @@ SPANS = frozenset(
     {
         SPAN_REQUEST,
         SPAN_QUEUE,
-        SPAN_ATTEMPT,
         SPAN_RELAY,
         SPAN_EXECUTE,
         SPAN_GENERATE,
@@ -121,11 +119,8 @@ REQUESTS = _counter(
 )
 QUEUE_DEPTH = _gauge("sluice.queue.depth", "{request}", "Requests waiting.", "class")
 RUNNING = _gauge("sluice.running", "{request}", "Requests running, by instance.", "instance")
-DISPATCHES = _counter("sluice.dispatches", "{dispatch}", "Starts sent, by instance.", "instance")
-REQUEUES = _counter("sluice.requeues", "{request}", "Requests placed again.", "reason")
 OPEN_STREAMS = _gauge("sluice.streams.open", "{stream}", "Client streams open.", "class")
-BUFFERED = _gauge("sluice.streams.buffered", "By", "Text waiting for clients.")
-SLOW_CONSUMERS = _counter("sluice.streams.slow", "{stream}", "Streams ended as slow consumers.")
+BUFFERED = _gauge("sluice.streams.buffered", "{character}", "Text waiting for clients.")
 TENANT_TOKENS = _counter("sluice.tokens", "{token}", "Tokens delivered, by direction.", "direction")
 INSTANCES = _gauge("sluice.instances", "{instance}", "Instances by state.", "state")
 LIMIT_HITS = _counter("sluice.limit.hits", "{hit}", "How often a named bound was hit.", "limit")
@@ -146,7 +141,6 @@ REQUEST_TIME = _histogram(
 
 # Frames, scheduler and execution and inference.
 FRAMES = _counter("sluice.frames", "{frame}", "Frames by direction.", "direction")
-FRAME_BYTES = _counter("sluice.frames.bytes", "By", "Bytes in frames, by direction.", "direction")
 FRAME_STREAMS = _gauge("sluice.frames.streams", "{stream}", "Frame streams open.", "direction")
 STREAM_LOSSES = _counter("sluice.frames.losses", "{stream}", "Frame streams broken.", "kind")
 

@@ -94,7 +94,7 @@ class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
             name=name,
             address=self._gate.addresses.get(name, ""),
             model=status.model,
-            state=_state(status),
+            state=state_of(status),
             running=status.running,
             kv_tokens=status.kv_tokens,
             credit_sequences=status.credit_sequences or 0,
@@ -111,7 +111,8 @@ class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
             entry.gpus.extend(load.gpus)
 
 
-def _state(status: InstanceStatus) -> str:
+def state_of(status: InstanceStatus) -> str:
+    """``serving``, ``draining``, ``starting`` or ``down``."""
     if not status.reachable:
         return "down"
     if not status.serving:

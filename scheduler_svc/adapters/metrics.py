@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Final
 
+from scheduler_svc.adapters.admin_api import state_of
 from scheduler_svc.adapters.gate import Gate
 from scheduler_svc.adapters.live_request import LiveRequest
 from scheduler_svc.domain.model import Outcome, PriorityClass, Ticket
@@ -17,6 +19,11 @@ from sluice import context
 from sluice import telemetry_names as names
 from sluice.errors import SluiceError
 from sluice.telemetry import Labels, Span, Telemetry, current_traceparent
+
+LIMIT_REASONS: Final = frozenset(
+    ("TOO_MANY_STREAMS", "QUEUE_FULL", "SLOW_CONSUMER", "OUTPUT_TOO_LARGE")
+)
+"""Refusals and ends that say that a named bound of the scheduler was hit."""
 
 
 class SchedulerMetrics:
@@ -27,6 +34,7 @@ class SchedulerMetrics:
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.outcomes: Counter[tuple[PriorityClass | None, Outcome]] = Counter()
+        self.limit_hits: Counter[str] = Counter()
         self._gate = gate
         self._telemetry = telemetry
         self._ttft = telemetry.histogram(names.TTFT)
@@ -38,6 +46,9 @@ class SchedulerMetrics:
         telemetry.gauge(names.QUEUE_DEPTH, self._read_waiting)
         telemetry.gauge(names.RUNNING, self._read_running)
         telemetry.gauge(names.OPEN_STREAMS, self._read_streams)
+        telemetry.gauge(names.BUFFERED, self._read_buffered)
+        telemetry.gauge(names.INSTANCES, self._read_instances)
+        telemetry.counter(names.LIMIT_HITS, self._read_limit_hits)
         telemetry.counter(names.FRAMES, self._read_frames)
 
     def request_span(self, ticket: Ticket) -> Span:
@@ -57,6 +68,7 @@ class SchedulerMetrics:
     def refused(self, outcome: Outcome, error: SluiceError) -> None:
         """A request was refused before it was admitted."""
         self.outcomes[None, outcome] += 1
+        self._count_limit(error)
         span = self._telemetry.span(names.SPAN_REQUEST, current_traceparent(), kind="server")
         if span.recording:
             span.set(names.ATTR_REQUEST_ID, context.request_id.get())
@@ -67,6 +79,8 @@ class SchedulerMetrics:
         """A request is over."""
         ticket = live.ticket
         self.outcomes[ticket.priority_class, outcome] += 1
+        if live.error is not None:
+            self._count_limit(live.error)
         self.output_tokens += live.tokens
         if live.accepted is not None:
             self.prompt_tokens += live.accepted.prompt_tokens
@@ -137,6 +151,22 @@ class SchedulerMetrics:
     def _read_streams(self) -> Iterator[tuple[int, Labels]]:
         for priority_class, count in self._gate.flush.open_by_class().items():
             yield count, {"class": priority_class.name.lower()}
+
+    def _count_limit(self, error: SluiceError) -> None:
+        if error.reason in LIMIT_REASONS:
+            self.limit_hits[error.reason.lower()] += 1
+
+    def _read_buffered(self) -> int:
+        return sum(live.pending_chars for live in list(self._gate.lives.values()))
+
+    def _read_instances(self) -> Iterator[tuple[int, Labels]]:
+        states = Counter(map(state_of, self._gate.domain.snapshot().instances.values()))
+        for state, count in states.items():
+            yield count, {"state": state}
+
+    def _read_limit_hits(self) -> Iterator[tuple[int, Labels]]:
+        for limit, count in self.limit_hits.items():
+            yield count, {"limit": limit}
 
     def _read_frames(self) -> Iterator[tuple[int, Labels]]:
         yield sum(link.frames_read for link in self._gate.links), {"direction": "in"}

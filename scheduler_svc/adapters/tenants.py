@@ -80,6 +80,8 @@ def parse(text: str) -> TenantTable:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise TenantsFileError(f"not TOML: {error}") from error
+    if unknown := document.keys() - {"tenant", "admin_key_sha256"}:
+        raise TenantsFileError(f"{min(unknown)}: unknown field")
     by_key_hash: dict[str, Tenant] = {}
     names: set[str] = set()
     entries = document.get("tenant", [])
@@ -95,6 +97,9 @@ def parse(text: str) -> TenantTable:
             if key_hash in by_key_hash:
                 raise TenantsFileError(f"{where}.key_sha256: a key belongs to two tenants")
             by_key_hash[key_hash] = tenant
+    if not names:
+        # A file that an editor has just emptied must not lock everybody out.
+        raise TenantsFileError("tenant: at least one [[tenant]] is needed")
     admin = _hashes(document.get("admin_key_sha256", []), "admin_key_sha256")
     return TenantTable(by_key_hash, frozenset(admin))
 

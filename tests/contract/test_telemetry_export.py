@@ -92,13 +92,13 @@ async def test_spans_arrive_under_their_parents_with_bounded_attributes() -> Non
         telemetry = Telemetry.setup("scheduler", receiver.endpoint, 0.0)
         request = telemetry.span(names.SPAN_REQUEST, PARENT, {names.ATTR_TENANT: "dev"}, "server")
         assert request.recording
-        attempt = telemetry.span(names.SPAN_ATTEMPT, request.traceparent)
+        attempt = telemetry.span(names.SPAN_RELAY, request.traceparent)
         attempt.set(names.ATTR_INSTANCE, "x" * 5000)
         attempt.end("INSTANCE_LOST")
         attempt.end()
         request.end()
         await telemetry.shutdown()
-        outer, inner = receiver.spans[names.SPAN_REQUEST], receiver.spans[names.SPAN_ATTEMPT]
+        outer, inner = receiver.spans[names.SPAN_REQUEST], receiver.spans[names.SPAN_RELAY]
         assert (outer.trace_id.hex(), outer.parent_span_id.hex()) == ("a" * 32, "b" * 16)
         assert (inner.trace_id, inner.parent_span_id) == (outer.trace_id, outer.span_id)
         assert request.traceparent == f"00-{'a' * 32}-{outer.span_id.hex()}-01"

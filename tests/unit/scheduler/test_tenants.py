@@ -111,7 +111,9 @@ def test_a_changed_file_is_read_and_a_bad_one_keeps_the_last_good(file: Path) ->
         ("[[tenant]]\nname = 'a'\n[[tenant]]\nname = 'a'", "tenant[1].name"),
         ("tenant = [3]", "tenant[0]"),
         ("tenant = 3", "tenant: must be an array"),
-        ("admin_key_sha256 = 'x'", "admin_key_sha256"),
+        ("[[tenant]]\nname = 'a'\n[admin]\nx = 1\n", "admin"),
+        ("admin_key_sha256 = 'x'\n[[tenant]]\nname = 'a'", "admin_key_sha256"),
+        ("", "at least one [[tenant]]"),
     ],
 )
 def test_a_wrong_file_names_the_entry_and_the_field(text: str, where: str) -> None:
