@@ -50,10 +50,9 @@ def main() -> int:
     ratios: list[float] = []
     meshed: list[float] = []
     directs: list[float] = []
-    models = {"SLUICE_MODELS_DIR": str(ROOT / ".sluice" / "models")}
     with (
         tempfile.TemporaryDirectory() as scratch,
-        mesh(Path(scratch) / "run", engine="vllm", config=CONFIG, environ=models) as running,
+        mesh(Path(scratch) / "run", engine="vllm", config=CONFIG) as running,
     ):
         time.sleep(3)
         idle = running.memory_mb()
