@@ -14,7 +14,7 @@ from typing import Final
 WINDOW_MS: Final = 60_000
 BUCKET_MS: Final = 250  # resolution: a charge frees between 60 and 60.25 s after it was made
 LEASE_MS_MAX: Final = 1_000
-NEEDS_MAX: Final = 64
+NEEDS_MAX: Final = 256
 SETTLEMENTS_MAX: Final = 512
 TENANTS_MAX: Final = 64
 AMOUNT_MAX: Final = 10**12  # tokens in one number; sums stay exact in doubles

@@ -34,7 +34,10 @@ local now = raw + off
 
 if epoch ~= 0 then
   local known = redis.call('HMGET', key, 's:' .. epoch, 'a:' .. epoch)
-  if tonumber(known[1]) == seq then return known[2] end
+  if tonumber(known[1]) == seq then
+    redis.call('HSET', key, 'x:' .. epoch, now + holder_ttl)
+    return known[2]
+  end
   if tonumber(known[1]) > seq then return 'STALE' end
 end
 

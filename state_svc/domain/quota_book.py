@@ -97,6 +97,7 @@ class QuotaBook:
             known = self._holders[epoch]
             if known.sequence == exchange.sequence:
                 assert known.answer is not None
+                known.expires_ms = now + exchange.holder_ttl_ms
                 return known.answer
             if known.sequence > exchange.sequence:
                 raise StaleExchangeError
