@@ -22,8 +22,10 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a ticket needs. ``prompt_tokens``: to be prefilled; ``output_tokens``: expected;
-    ``kv_tokens``: held at its expected end; ``context_tokens``: prompt and at least one token."""
+    """What a ticket needs. ``prompt_tokens``: the whole prompt; ``output_tokens``: expected;
+    ``kv_tokens``: held at its expected end; ``context_tokens``: prompt and at least one token.
+    ``cached_tokens``: a column of the prompt tokens that each row should have in its prefix cache,
+    below ``prompt_tokens``; ``None`` when no row has any, or nobody asks."""
 
     model: str
     tenant: str
@@ -31,6 +33,7 @@ class Need:
     output_tokens: int
     kv_tokens: int
     context_tokens: int
+    cached_tokens: Column | None = None
 
 
 class FleetColumns(Protocol):
@@ -40,7 +43,12 @@ class FleetColumns(Protocol):
     backlog_s: expected seconds of engine time of what runs there: prompt tokens outstanding
         / prefill rate + output tokens expected * step time / sequences_max.
     prompt_s_per_token: 1 / prefill rate. output_s_per_token: step time / sequences_max.
+        All three are higher while a GPU of the instance is throttled.
     free_sequences, free_kv_tokens: by ledger and credit; kv is inf where KV is no limit.
+    kv_load: share of the KV memory that running sequences hold or are expected to, 0 to 1; 0 where
+        KV is no limit.
+    gpu_memory_free: least free share of memory over its GPUs, 0 to 1; 1 where it is not known;
+        _min: the least of them.
     """
 
     @property
@@ -57,15 +65,25 @@ class FleetColumns(Protocol):
     def free_sequences(self) -> Column: ...
     @property
     def free_kv_tokens(self) -> Column: ...
+    @property
+    def kv_load(self) -> Column: ...
+    @property
+    def gpu_memory_free(self) -> Column: ...
+    @property
+    def gpu_memory_free_min(self) -> float: ...
 
 
 class PlacementPolicy(Protocol):
-    """Chooses among instances that could run a ticket now."""
+    """Chooses among instances that could run a ticket now. ``reads_prefixes``: whether it wants
+    ``Need.cached_tokens``, which costs a look into the prefix index per decision."""
+
+    @property
+    def reads_prefixes(self) -> bool: ...
 
     def filter(self, fleet: FleetColumns, need: Need, usable: Mask) -> Mask:
-        """Narrows ``usable`` (model, health, drain, freshness, exclusion) to where the ticket may
-        ever run, room aside. Returns a mask of the same length; may return ``usable`` itself.
-        Narrowing to nothing means that the ticket waits."""
+        """Narrows ``usable`` (model, health, drain, breaker, GPU faults, freshness, exclusion) to
+        where the ticket may ever run, room aside. Returns a mask of the same length; may return
+        ``usable`` itself. Narrowing to nothing means that the ticket waits."""
 
     def score(self, fleet: FleetColumns, need: Need) -> Column:
         """Expected cost of running the ticket on each row, in seconds; less is better."""

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterable
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Protocol
 
 import grpc
 from google.protobuf import duration_pb2
 
-from scheduler_svc.domain.model import InstanceName, InstanceReport
+from scheduler_svc.domain.model import GpuState, InstanceName, InstanceReport
 from sluice import logs
-from sluice.inference.v1 import inference_pb2, inference_pb2_grpc
+from sluice.inference.v1 import inference_pb2, inference_pb2_grpc, load_pb2
 
 REPORT_INTERVAL_S: Final = 0.25
 SILENCE_LIMIT_S: Final = 2.0
@@ -30,6 +30,17 @@ CALL_TIMEOUT_S: Final = 2.0
 RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 1.0
 RESOLVE_INTERVAL_S: Final = 5.0
+
+# A power cap set in software is not among them: under full load it is how a GPU runs, and the
+# learnt rates show it.
+_SLOWED: Final = frozenset(
+    (
+        load_pb2.THROTTLE_REASON_HW_SLOWDOWN,
+        load_pb2.THROTTLE_REASON_HW_THERMAL,
+        load_pb2.THROTTLE_REASON_HW_POWER_BRAKE,
+        load_pb2.THROTTLE_REASON_SW_THERMAL,
+    )
+)
 
 log = logs.get(__name__)
 
@@ -190,7 +201,7 @@ def instance_report(
 ) -> InstanceReport:
     """The domain's view of an instance."""
     engine = load.engine
-    optional = {
+    optional: dict[str, Any] = {
         name: getattr(engine, name) if engine.HasField(name) else None
         for name in (
             "running",
@@ -215,5 +226,26 @@ def instance_report(
         generates=model.capabilities.generate,
         embeds=model.capabilities.embed,
         simulated=model.simulated,
+        epoch=str(model.epoch),
+        gpus=gpu_state(load.gpus),
         **optional,
+    )
+
+
+def gpu_state(gpus: Sequence[load_pb2.GpuReading]) -> GpuState | None:
+    """All GPUs of an instance as one: an instance is as well as the worst of them."""
+    if not gpus:
+        return None
+    free = [
+        1.0 - gpu.memory_used_bytes / gpu.memory_total_bytes
+        for gpu in gpus
+        if gpu.HasField("memory_used_bytes") and gpu.memory_total_bytes
+    ]
+    xids = [gpu.xid_errors for gpu in gpus if gpu.HasField("xid_errors")]
+    eccs = [gpu.ecc_uncorrected_errors for gpu in gpus if gpu.HasField("ecc_uncorrected_errors")]
+    return GpuState(
+        memory_free=min(free) if free else None,
+        throttled=any(reason in _SLOWED for gpu in gpus for reason in gpu.throttle_reasons),
+        xid_errors=sum(xids) if xids else None,
+        ecc_errors=sum(eccs) if eccs else None,
     )

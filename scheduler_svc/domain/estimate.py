@@ -94,8 +94,11 @@ class Estimates:
 
     def prompt_tokens(self, model: str, size_bytes: int) -> int:
         """Expected tokens of a text of that size; at least 1."""
-        ratio = self._bytes_per_token.get(model) or self._limits.default_bytes_per_token
-        return max(1, round(size_bytes / ratio))
+        return max(1, round(size_bytes / self.bytes_per_token(model)))
+
+    def bytes_per_token(self, model: str) -> float:
+        """Learnt for the model, else the default."""
+        return self._bytes_per_token.get(model) or self._limits.default_bytes_per_token
 
     def output_tokens(self, tenant: str, model: str, max_tokens: int | None) -> int:
         """Expected output tokens: the tenant's mean, else the model's, else the default; at least

@@ -6,7 +6,9 @@ only reads whole columns. Rows of removed instances are reused once nothing runs
 
 Failure modes: a stale report (older than ``report_stale_s``) leaves the ledger and the credit as
 the only word on room, or closes the instance (``stale_open``); a broken load watch, a drain or
-``serving: false`` closes it until a report says otherwise; more instances than ``instances_max``
+``serving: false`` closes it until a report says otherwise; so does a GPU that faults (an Xid, or an
+uncorrected ECC error that was not there when this engine was first seen), until its engine begins
+anew; more instances than ``instances_max``
 are not taken up.
 """
 
@@ -30,8 +32,13 @@ DEFAULT_PREFILL_TOKENS_PER_S = 8_000.0
 DEFAULT_STEP_S = 0.02
 PREFILL_TOKENS_PER_S_MIN = 1.0
 STEP_S_MIN = 1e-4
+# Expected times of an instance with a throttled GPU are this much longer: hardware slowdowns halve
+# the clocks or worse. It fades as reports show what the instance still does.
+THROTTLED_SLOWDOWN = 2.0
 # Output tokens that a sequence of another scheduler is taken to have left.
 FOREIGN_OUTPUT_TOKENS = 64
+
+_FREE_ROW = {"stale_at_s": inf, "context_tokens": inf, "gpu_memory_free": 1.0}  # others: 0
 
 
 @dataclass(slots=True)
@@ -39,7 +46,8 @@ class Instance:
     """What is known of one instance besides the ledger.
 
     ``foreign_*``: what it was reported to run beyond what this scheduler had there. Credits are
-    ``None`` until the first one. ``paused_until_s``: it said NO_ROOM."""
+    ``None`` until the first one. ``paused_until_s``: it said NO_ROOM. ``barred``: by a breaker.
+    ``ecc_errors_first``: what its GPUs had counted when this engine was first seen."""
 
     name: InstanceName
     row: int
@@ -57,6 +65,17 @@ class Instance:
     foreign_kv_tokens: int = 0
     prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
     step_s: float = DEFAULT_STEP_S
+    barred: bool = False
+    ecc_errors_first: int | None = None
+
+    @property
+    def gpu_fault(self) -> bool:
+        """Whether a GPU of it must not be trusted with more work."""
+        gpus = self.report.gpus
+        if gpus is None:
+            return False
+        grown = (gpus.ecc_errors or 0) > (self.ecc_errors_first or 0)
+        return bool(gpus.xid_errors) or grown
 
 
 class Fleet:
@@ -88,8 +107,11 @@ class Fleet:
             "free_uncredited": np.zeros(size),
             "free_kv_tokens": np.zeros(size),
             "free_prefill_tokens": np.zeros(size),
+            "kv_load": np.zeros(size),
+            "gpu_memory_free": np.ones(size),
         }
         self.context_tokens_min = inf
+        self.gpu_memory_free_min = 1.0
         self._view(0)
 
     def __len__(self) -> int:
@@ -141,12 +163,18 @@ class Fleet:
         free = self.free_sequences if kind is WorkKind.GENERATE else self._free_uncredited
         return bool(free[row] >= 1.0)
 
-    def with_memory(self, kind: WorkKind, prompt_tokens: int, kv_tokens: int) -> Mask:
-        """Rows with room for that many prompt tokens to read and KV tokens to hold."""
-        prefill: Mask = self._free_prefill_tokens >= prompt_tokens
+    def with_memory(self, kind: WorkKind, to_read: int | Column, kv_tokens: int) -> Mask:
+        """Rows with room for that many prompt tokens to read (one number, or a column of them) and
+        KV tokens to hold."""
+        prefill: Mask = self._free_prefill_tokens >= to_read
         if kind is WorkKind.GENERATE:
             prefill &= self.free_kv_tokens >= kv_tokens
         return prefill
+
+    def has_memory(self, row: int, kind: WorkKind, to_read: int, kv_tokens: int) -> bool:
+        """``with_memory`` for one row."""
+        fits = kind is not WorkKind.GENERATE or self.free_kv_tokens[row] >= kv_tokens
+        return bool(self._free_prefill_tokens[row] >= to_read and fits)
 
     def next_change(self) -> float | None:
         """When time alone changes something: a report goes stale, a pause ends."""
@@ -168,6 +196,7 @@ class Fleet:
             self._leave(instance.report)
         load = self._ledger.load(instance.row)
         self._learn(instance, report, load)
+        self._see_gpus(instance, report)
         instance.report, instance.report_s = report, now
         instance.reachable, instance.unreachable_reason = True, ""
         instance.draining = report.draining
@@ -206,6 +235,11 @@ class Fleet:
     def close(self, instance: Instance, reason: str) -> None:
         """Its load watch broke."""
         instance.reachable, instance.unreachable_reason = False, reason
+        self._reopen(instance)
+
+    def bar(self, instance: Instance, barred: bool) -> None:
+        """A breaker opens (nothing more starts there) or closes."""
+        instance.barred = barred
         self._reopen(instance)
 
     def drain(self, instance: Instance) -> None:
@@ -247,13 +281,16 @@ class Fleet:
         self.free_sequences[row] = min(free, credit - load.sequences)
         self.free_kv_tokens[row] = self._free_kv(instance, load)
         self._free_prefill_tokens[row] = self._free_prefill(report, load)
-        output_s = instance.step_s / max(1, report.sequences_max)
+        slowdown = THROTTLED_SLOWDOWN if report.gpus and report.gpus.throttled else 1.0
+        prompt_s = slowdown / instance.prefill_tokens_per_s
+        output_s = slowdown * instance.step_s / max(1, report.sequences_max)
         output = load.output_tokens + instance.foreign_sequences * FOREIGN_OUTPUT_TOKENS
-        self.prompt_s_per_token[row] = 1.0 / instance.prefill_tokens_per_s
+        self.prompt_s_per_token[row] = prompt_s
         self.output_s_per_token[row] = output_s
-        self.backlog_s[row] = (
-            load.prefill_tokens / instance.prefill_tokens_per_s + output * output_s
-        )
+        self.backlog_s[row] = load.prefill_tokens * prompt_s + output * output_s
+        kv_max = self.kv_max(instance)
+        held = load.kv_tokens + instance.foreign_kv_tokens
+        self.kv_load[row] = min(1.0, held / kv_max) if kv_max else 0.0
 
     def kv_max(self, instance: Instance) -> int:
         """KV tokens that are planned with; 0: KV memory is no limit."""
@@ -342,6 +379,8 @@ class Fleet:
             and not instance.draining
             and instance.reachable
             and not instance.removed
+            and not instance.barred
+            and not instance.gpu_fault
             and fresh
         )
         state = (
@@ -358,7 +397,21 @@ class Fleet:
         if self.context_tokens[row] != context_tokens:
             self.context_tokens[row] = context_tokens
             self.context_tokens_min = float(self.context_tokens.min())
+        memory_free = report.gpus.memory_free if report.gpus is not None else None
+        memory_free = 1.0 if memory_free is None else memory_free
+        if self.gpu_memory_free[row] != memory_free:
+            self.gpu_memory_free[row] = memory_free
+            self.gpu_memory_free_min = float(self.gpu_memory_free.min())
         self.refresh_row(row)
+
+    @staticmethod
+    def _see_gpus(instance: Instance, report: InstanceReport) -> None:
+        """ECC errors outlive an engine, so those that its first report shows are known to whoever
+        started it; what comes on top is a fault."""
+        if report.epoch != instance.report.epoch:
+            instance.ecc_errors_first = None
+        if instance.ecc_errors_first is None and report.gpus is not None:
+            instance.ecc_errors_first = report.gpus.ecc_errors
 
     def _admit(self, report: InstanceReport, now: float) -> Instance:
         row = heappop(self._free_rows)  # the lowest, so that columns stay short
@@ -379,9 +432,10 @@ class Fleet:
         heappush(self._free_rows, row)
         self._leave(instance.report)
         for name, column in self._all.items():
-            column[row] = inf if name in ("stale_at_s", "context_tokens") else 0.0
+            column[row] = _FREE_ROW.get(name, 0.0)
         self._usable.clear()
         self.context_tokens_min = float(self.context_tokens.min())
+        self.gpu_memory_free_min = float(self.gpu_memory_free.min())
 
     def _enter(self, report: InstanceReport) -> None:
         self._models[report.model] += 1
@@ -419,6 +473,8 @@ class Fleet:
         self.output_s_per_token = column("output_s_per_token")
         self.free_sequences = column("free_sequences")
         self.free_kv_tokens = column("free_kv_tokens")
+        self.kv_load = column("kv_load")
+        self.gpu_memory_free = column("gpu_memory_free")
         self._usable.clear()
 
 

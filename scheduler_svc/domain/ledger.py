@@ -77,15 +77,19 @@ class Ledger:
         """Tickets of a line that hold room anywhere."""
         return self._running[line]
 
-    def take(self, ticket: Ticket, row: int, block: int, kv_max: int) -> None:
+    def take(
+        self, ticket: Ticket, row: int, block: int, kv_max: int, cached_tokens: int = 0
+    ) -> None:
         """Counts the ticket on a row. ``block``: KV tokens per block; ``kv_max``: the instance's
-        KV memory (0: it has none): no ticket counts for more than all of it."""
+        KV memory (0: it has none): no ticket counts for more than all of it. ``cached_tokens``: of
+        the prompt, expected in the instance's cache; ``correct`` says what was there."""
         assert ticket.id not in self._holds, "taken twice"
+        assert not cached_tokens or cached_tokens < ticket.prompt_tokens
         kv_tokens = _blocks(ticket.kv_tokens, block)
         hold = Hold(
             row=row,
             line=ticket.line,
-            prefill_tokens=ticket.prompt_tokens,
+            prefill_tokens=ticket.prompt_tokens - cached_tokens,
             output_tokens=ticket.output_tokens,
             kv_tokens=min(kv_tokens, kv_max) if kv_max else 0,
             kv_held=min(_blocks(ticket.prompt_tokens, block), kv_max),

@@ -74,6 +74,18 @@ class SchedulerLimits:
     # could use take nothing else.
     passed_over_max: int = 16
 
+    # Prefix index, made only for a policy that reads it. 76 bytes a block: 128 MiB hold 1.7 million
+    # blocks, 56 million tokens at 32 tokens each.
+    prefix_index_bytes: int = 128 * _MIB
+    # A block is at least this long, in whole KV blocks of the engine.
+    prefix_block_tokens_min: int = 32
+    # A prefix that nobody was sent for so long is not expected in any cache.
+    prefix_ttl_s: float = 3_600.0
+    # Tickets per model and turn, and the longest time, that wait for an instance with their prefix
+    # while others have room.
+    holds_max: int = 16
+    hold_max_s: float = 10.0
+
     # Refusals say when to come back: the expected wait, between these bounds, +/- the jitter.
     retry_after_min_s: float = 0.5
     retry_after_max_s: float = 30.0

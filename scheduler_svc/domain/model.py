@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import NewType
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sluice.errors import Code, SluiceError
 
 TicketId = NewType("TicketId", int)
@@ -101,6 +104,15 @@ class Refusal(SluiceError):  # noqa: N818 - the domain's word, and what it is
         self.outcome = outcome
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """The beginnings of a prompt, for placement: hash ``i`` stands for its first ``i + 1`` blocks
+    (``canonical``). ``blocks``: how many blocks the whole prompt is, the last one in part."""
+
+    hashes: NDArray[np.uint64]
+    blocks: float
+
+
 @dataclass(slots=True, eq=False)
 class Ticket:
     """One request on its way through the scheduler.
@@ -109,8 +121,8 @@ class Ticket:
     is what is expected (0 for EMBED); ``size_bytes`` is the size of the input's text: it counts
     against the queue's byte bounds and teaches the bytes-per-token ratio. ``deadline_s`` and
     ``first_token_limit_s`` are absolute. ``attempts`` counts charged attempts: those that an
-    instance failed; ``attempt`` numbers every dispatch and only grows. Fields below ``attempts``
-    belong to the scheduler.
+    instance failed; ``attempt`` numbers every dispatch and only grows. ``prefix`` is ``None`` when
+    nobody looks at prefixes. Fields below it belong to the scheduler.
     """
 
     id: TicketId
@@ -127,6 +139,7 @@ class Ticket:
     kind: WorkKind = WorkKind.GENERATE
     excluded: set[InstanceName] = field(default_factory=set)
     attempts: int = 0
+    prefix: Prefix | None = None
     state: TicketState = field(default=TicketState.NEW, init=False)
     attempt: int = field(default=0, init=False)
     row: int = field(default=-1, init=False)
@@ -136,6 +149,9 @@ class Ticket:
     first_token: bool = field(default=False, init=False)
     returned: bool = field(default=False, init=False)
     passed_over: int = field(default=0, init=False)
+    held_row: int = field(default=-1, init=False)
+    held_cached_tokens: int = field(default=0, init=False)
+    held_until_s: float | None = field(default=None, init=False)
     abort_outcome: Outcome | None = field(default=None, init=False)
 
     @property
@@ -155,10 +171,24 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuState:
+    """All GPUs of an instance at once; ``None`` = the devices do not say. ``memory_free``: least
+    free share of memory, 0 to 1. ``throttled``: a GPU is slowed by heat or hardware.
+    ``xid_errors``: critical ones since the service started. ``ecc_errors``: uncorrected ones since
+    the driver loaded. Both are sums."""
+
+    memory_free: float | None = None
+    throttled: bool = False
+    xid_errors: int | None = None
+    ecc_errors: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceReport:
     """What an instance says of itself; ``None`` = not reported. Units as in ``load.proto``.
 
-    ``kv_tokens`` 0 = no KV cache: KV memory is then no limit."""
+    ``kv_tokens`` 0 = no KV cache: KV memory is then no limit. ``epoch``: another one is another
+    life of the engine, its caches empty. ``gpus``: ``None`` without GPUs or readings."""
 
     name: InstanceName
     model: str
@@ -179,6 +209,8 @@ class InstanceReport:
     prompt_tokens_per_s: float | None = None
     output_tokens_per_s: float | None = None
     step_ms: float | None = None
+    epoch: str = ""
+    gpus: GpuState | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ current one are stale and change nothing.
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
 from typing import Literal
 
 from scheduler_svc.domain import refusals
@@ -41,9 +42,11 @@ from scheduler_svc.domain.model import (
     TicketState,
     WorkKind,
 )
+from scheduler_svc.domain.prefix_blocks import PrefixBlock, PrefixBlocks
+from scheduler_svc.domain.prefix_index import PrefixIndex
 from scheduler_svc.domain.queue import TicketQueue
 from scheduler_svc.domain.snapshot import InstanceStatus, Snapshot
-from scheduler_svc.domain.turn import Scan
+from scheduler_svc.domain.turn import Scan, side_by_side
 from scheduler_svc.ports import PlacementPolicy
 
 _HOLDS_ROOM = (TicketState.RUNNING, TicketState.ABORTING)
@@ -55,6 +58,13 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, placement: PlacementPolicy) -> None:
         self._limits = limits
         self._placement = placement
+        self._prefixes = (
+            PrefixIndex(limits.instances_max, limits.prefix_index_bytes, limits.prefix_ttl_s)
+            if placement.reads_prefixes
+            else None
+        )
+        self._prefix_blocks = PrefixBlocks(limits.models_max, limits.prefix_block_tokens_min)
+        self._cached_expected = self._cached_seen = 0
         self._tickets: dict[TicketId, Ticket] = {}  # bounded by the queue's and the fleet's bounds
         self._queue = TicketQueue(limits.classes)
         self._ledger = Ledger(limits.instances_max)
@@ -66,6 +76,7 @@ class Scheduler:
         self._submitted = 0
         self._outcomes: Counter[Outcome] = Counter()
         self._fleet_full = 0
+        self._holds_until_s = inf
 
     # --- tickets -------------------------------------------------------------------------------
 
@@ -122,6 +133,8 @@ class Scheduler:
         instance = self._fleet.at(ticket.row)
         block, kv_max = self._memory(instance)
         self._ledger.correct(ticket, cached_tokens, block, kv_max)
+        if ticket.prefix is not None:
+            self._cached_seen += cached_tokens
         self._fleet.refresh_row(ticket.row)
 
     def first_token(self, ticket_id: TicketId, attempt: int, now: float) -> None:
@@ -221,9 +234,16 @@ class Scheduler:
         )
         if busy and report.prompt_tokens_per_s:
             self._estimates.saw_prefill(report.model, report.prompt_tokens_per_s, now)
-        taken = self._fleet.report(report, now) is not None
-        self._fleet_full += not taken
-        return taken
+        if known is not None and report.epoch != known.report.epoch:
+            self._forget_prefixes(known)
+        instance = self._fleet.report(report, now)
+        if instance is None:
+            self._fleet_full += 1
+            return False
+        if self._prefixes is not None:
+            block_tokens = self._prefix_blocks.saw(report.model, report.kv_block_tokens)
+            self._prefixes.set_capacity(instance.row, report.kv_tokens // block_tokens)
+        return True
 
     def credit(self, instance: InstanceName, sequences: int, kv_tokens: int, now: float) -> None:
         """The most that may run there for this scheduler, what runs there now included."""
@@ -245,6 +265,7 @@ class Scheduler:
         if known is None:
             return []
         self._fleet.revoke_credit(known)
+        self._forget_prefixes(known)
         orphans = []
         for ticket_id in sorted(self._ledger.load(known.row).tickets):
             ticket = self._tickets[ticket_id]
@@ -262,7 +283,14 @@ class Scheduler:
         """It is no longer part of the fleet; what runs there ends as it will."""
         known = self._fleet.get(instance)
         if known is not None:
+            self._forget_prefixes(known)
             self._fleet.remove(known)
+
+    def bar(self, instance: InstanceName, barred: bool, now: float) -> None:
+        """A breaker opened: nothing starts there until it is closed; what runs, runs on."""
+        known = self._fleet.get(instance)
+        if known is not None:
+            self._fleet.bar(known, barred)
 
     # --- the rest ------------------------------------------------------------------------------
 
@@ -276,7 +304,8 @@ class Scheduler:
         times = [None if timer is None else timer[0][0]]
         if len(self._queue):
             times += [self._fleet.next_change(), self._admission.next_impatience()]
-        known = [time for time in times if time is not None]
+            times.append(self._holds_until_s)
+        known = [time for time in times if time is not None and time < inf]
         return max(now, min(known)) if known else None
 
     def demand(self, instance: InstanceName) -> Demand:
@@ -300,6 +329,13 @@ class Scheduler:
         """Output tokens by what this tenant's requests of the model needed; at most max_tokens."""
         return self._estimates.output_tokens(tenant, model, max_tokens)
 
+    def prefix_block(self, model: str) -> PrefixBlock | None:
+        """The block in which prompts for the model are to be hashed; ``None``: not at all, since
+        the policy does not look or no instance of it is known."""
+        if self._prefixes is None:
+            return None
+        return self._prefix_blocks.block(model, self._estimates.bytes_per_token(model))
+
     def snapshot(self) -> Snapshot:
         """Plain numbers for metrics and status. O(instances)."""
         return Snapshot(
@@ -315,6 +351,9 @@ class Scheduler:
             },
             refused_reports=self._fleet_full,
             draining=self._draining,
+            prefix_tokens_expected=self._cached_expected,
+            prefix_tokens_cached=self._cached_seen,
+            prefix_evictions=0 if self._prefixes is None else self._prefixes.evictions,
         )
 
     def check_invariants(self) -> None:
@@ -368,8 +407,10 @@ class Scheduler:
 
     def _place(self, now: float, effects: list[Effect]) -> None:
         """Line by line: takes the next ticket, finds it a row, dispatches it or sets it aside."""
+        self._holds_until_s = inf
         for line in self._queue.lines():
-            scan = Scan(line, self._fleet, self._placement, self._limits)
+            dispatches: list[Dispatch] = []
+            scan = Scan(line, self._fleet, self._placement, self._limits, self._prefixes, now)
             while scan.is_open:
                 ticket = self._queue.take(line, scan.tried, self._limits.bypass_max)
                 if ticket is None:
@@ -378,17 +419,22 @@ class Scheduler:
                 if row is None:
                     scan.set_aside(ticket)
                 else:
-                    effects.append(self._dispatch(ticket, row, now))
+                    dispatches.append(self._dispatch(ticket, row, now, scan.cached_tokens))
                     scan.took(row)
             for ticket in scan.aside:
                 self._queue.restore(ticket)
+            self._holds_until_s = min(self._holds_until_s, scan.holds_until_s)
+            effects += side_by_side(dispatches)
 
-    def _dispatch(self, ticket: Ticket, row: int, now: float) -> Dispatch:
+    def _dispatch(self, ticket: Ticket, row: int, now: float, cached_tokens: int) -> Dispatch:
         self._queue.leave(ticket, served=True)
         instance = self._fleet.at(row)
         block, kv_max = self._memory(instance)
-        self._ledger.take(ticket, row, block, kv_max)
+        self._ledger.take(ticket, row, block, kv_max, cached_tokens)
         self._fleet.refresh_row(row)
+        if self._prefixes is not None and ticket.prefix is not None:
+            self._prefixes.note(ticket.prefix.hashes, row, now)
+            self._cached_expected += cached_tokens
         ticket.state = TicketState.RUNNING
         ticket.attempt += 1
         ticket.row, ticket.instance = row, instance.name
@@ -401,7 +447,7 @@ class Scheduler:
 
     def _enqueue(self, ticket: Ticket, now: float) -> None:
         ticket.state = TicketState.WAITING
-        ticket.row = -1
+        ticket.row = ticket.held_row = -1
         self._queue.push(ticket)
         self._timers.push(ticket.id, (self._admission.hopeless_at(ticket, now),), ticket)
 
@@ -410,6 +456,7 @@ class Scheduler:
         ticket.returned = True
         ticket.generated_tokens = 0
         ticket.first_token = False
+        ticket.held_until_s = None
         self._enqueue(ticket, now)
 
     def _watch_running(self, ticket: Ticket) -> None:
@@ -431,6 +478,10 @@ class Scheduler:
         instance = self._fleet.at(self._ledger.free(ticket.id))
         self._fleet.freed(instance)
         return instance
+
+    def _forget_prefixes(self, instance: Instance) -> None:
+        if self._prefixes is not None:
+            self._prefixes.forget(instance.row)
 
     def _finish(self, ticket: Ticket, outcome: Outcome) -> None:
         """The one place where a ticket ends."""

@@ -53,7 +53,10 @@ class InstanceStatus:
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """``submitted`` = sum of ``outcomes`` + waiting + running + those between two attempts.
-    ``refused_reports``: reports of instances for which the fleet had no row."""
+    ``refused_reports``: reports of instances for which the fleet had no row.
+    ``prefix_tokens_expected``: prompt tokens that placement expected in the caches of the chosen
+    instances; ``prefix_tokens_cached``: those that the engines found, for tickets with a prefix.
+    ``prefix_evictions``: blocks that the index gave up for others at its bound."""
 
     submitted: int
     outcomes: Mapping[Outcome, int]
@@ -64,3 +67,6 @@ class Snapshot:
     instances: Mapping[InstanceName, InstanceStatus]
     refused_reports: int
     draining: bool
+    prefix_tokens_expected: int = 0
+    prefix_tokens_cached: int = 0
+    prefix_evictions: int = 0

@@ -1,6 +1,7 @@
 """One scan over the tickets of a line inside a turn: who may take which row.
 
-Owns the masks of the scan and the tickets that were set aside. A ticket that fits nowhere does not
+Owns the masks of the scan, the tickets that were set aside, and the order in which what was
+dispatched leaves (``side_by_side``). A ticket that fits nowhere does not
 stop the ones behind it, within two rules that keep order meaningful:
 
 - a lower class never takes an instance that a ticket set aside from a higher class could use;
@@ -10,26 +11,49 @@ stop the ones behind it, within two rules that keep order meaningful:
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from math import inf
+from typing import Final
+
+import numpy as np
 
 from scheduler_svc.domain.fleet import Fleet
 from scheduler_svc.domain.limits import SchedulerLimits
-from scheduler_svc.domain.model import Line, PriorityClass, Ticket
-from scheduler_svc.ports import Mask, Need, PlacementPolicy
+from scheduler_svc.domain.model import Dispatch, InstanceName, Line, PriorityClass, Ticket
+from scheduler_svc.domain.prefix_index import PrefixIndex
+from scheduler_svc.ports import Column, Mask, Need, PlacementPolicy
+
+# Depths in blocks at which prefixes are compared when dispatches are put side by side.
+SIDE_BY_SIDE_BLOCKS: Final = (2, 8, 32, 128)
 
 
 class Scan:
     """Lives for one line and one turn. ``aside`` must be restored when it is over."""
 
-    __slots__ = ("_aside", "_fleet", "_limits", "_line", "_open", "_placement", "_usable", "tried")
+    __slots__ = (
+        *("_aside", "_fleet", "_holds", "_limits", "_line", "_now", "_open", "_placement"),
+        *("_prefixes", "_usable", "cached_tokens", "holds_until_s", "tried"),
+    )
 
     def __init__(
-        self, line: Line, fleet: Fleet, placement: PlacementPolicy, limits: SchedulerLimits
+        self,
+        line: Line,
+        fleet: Fleet,
+        placement: PlacementPolicy,
+        limits: SchedulerLimits,
+        prefixes: PrefixIndex | None = None,
+        now: float = 0.0,
     ) -> None:
         self._line = line
         self._fleet = fleet
         self._placement = placement
         self._limits = limits
+        self._prefixes = prefixes if placement.reads_prefixes else None
+        self._now = now
+        self._holds = 0
+        self.holds_until_s = inf  # when the first of the tickets held now is held no longer
+        self.cached_tokens = 0  # of the ticket found last, expected in its row's cache
         self._usable = fleet.usable(line)
         self._open: Mask = self._usable & fleet.with_sequence(line[1])
         self._aside: list[tuple[Ticket, Mask]] = []
@@ -45,24 +69,41 @@ class Scan:
         return [ticket for ticket, _ in self._aside]
 
     def find(self, ticket: Ticket) -> int | None:
-        """The row for the ticket, or ``None`` when it fits nowhere now."""
-        need = need_of(ticket)
+        """The row for the ticket, or ``None`` when it fits nowhere now or is held."""
+        if self._is_held(ticket):
+            return None
+        need = need_of(ticket, self._cached(ticket))
         eligible = self._placement.filter(self._fleet, need, self._allowed(ticket))
-        room = self._fleet.with_memory(ticket.kind, need.prompt_tokens, need.kv_tokens)
+        to_read: int | Column = need.prompt_tokens
+        if need.cached_tokens is not None:
+            to_read = need.prompt_tokens - need.cached_tokens
+        room = self._fleet.with_memory(ticket.kind, to_read, need.kv_tokens)
         room &= self._open
         room &= eligible
         for earlier, could_use in self._aside:
             if (
                 earlier.priority_class < ticket.priority_class
+                or earlier.held_row >= 0
                 or earlier.passed_over >= self._limits.passed_over_max
             ):
                 room &= ~could_use
         if not room.any():
             return None
-        return self._placement.pick(self._placement.score(self._fleet, need), room)
+        scores = self._placement.score(self._fleet, need)
+        if need.cached_tokens is not None and self._hold(ticket, need, scores, eligible, room):
+            return None
+        row = self._placement.pick(scores, room)
+        self.cached_tokens = 0 if need.cached_tokens is None else int(need.cached_tokens[row])
+        return row
 
     def set_aside(self, ticket: Ticket) -> None:
-        """It fits nowhere: later tickets are tried."""
+        """It fits nowhere, or is held for one row: later tickets are tried."""
+        if ticket.held_row >= 0:
+            only = np.zeros_like(self._usable)
+            only[ticket.held_row] = True
+            self._aside.append((ticket, only))
+            self._holds += 1
+            return
         eligible = self._placement.filter(self._fleet, need_of(ticket), self._allowed(ticket))
         self._aside.append((ticket, eligible))
         self.tried[ticket.priority_class] += 1
@@ -78,6 +119,62 @@ class Scan:
         for ticket, could_use in self._aside:
             ticket.passed_over += bool(could_use[row])
 
+    def _hold(self, ticket: Ticket, need: Need, scores: Column, eligible: Mask, room: Mask) -> bool:
+        """Whether the ticket had better wait for an instance that has its prefix and no room now:
+        when that costs less, waiting included, than the best with room. It waits as long as the
+        difference, ``hold_max_s`` at most, once (delay scheduling: Zaharia 2010)."""
+        until_s = ticket.held_until_s
+        if self._holds >= self._limits.holds_max or (until_s is not None and until_s <= self._now):
+            return False
+        assert need.cached_tokens is not None
+        costs = np.where(eligible & (need.cached_tokens > 0), scores, np.inf)
+        row = int(costs.argmin())
+        gain_s = float(np.min(scores, where=room, initial=np.inf) - costs[row])
+        if room[row] or not gain_s > 0:
+            return False
+        ticket.held_row = row
+        ticket.held_cached_tokens = int(need.cached_tokens[row])
+        if until_s is None:
+            until_s = self._now + min(gain_s, self._limits.hold_max_s)
+            ticket.held_until_s = until_s
+        self.holds_until_s = min(self.holds_until_s, until_s)
+        return True
+
+    def _is_held(self, ticket: Ticket) -> bool:
+        """Whether it still waits for its row. O(1), since it is asked in every turn."""
+        row = ticket.held_row
+        if row < 0:
+            return False
+        assert ticket.held_until_s is not None
+        to_read = ticket.prompt_tokens - ticket.held_cached_tokens
+        waits = (
+            self._now < ticket.held_until_s
+            and self._usable[row]
+            and self._holds < self._limits.holds_max
+            and not (
+                self._open[row]
+                and self._fleet.has_memory(row, ticket.kind, to_read, ticket.kv_tokens)
+            )
+        )
+        if waits:
+            self.holds_until_s = min(self.holds_until_s, ticket.held_until_s)
+        else:
+            ticket.held_row = -1
+        return bool(waits)
+
+    def _cached(self, ticket: Ticket) -> Column | None:
+        """Tokens of its prompt that each row should have in its cache; always one token less than
+        the prompt, since an engine reads at least the last one."""
+        prefix = ticket.prefix
+        if self._prefixes is None or prefix is None:
+            return None
+        matched = self._prefixes.match(prefix.hashes, len(self._usable), self._now)
+        if matched is None:
+            return None
+        tokens: Column = matched.astype(np.float64)
+        tokens *= ticket.prompt_tokens / max(1.0, prefix.blocks)
+        return np.minimum(tokens, max(0, ticket.prompt_tokens - 1), out=tokens)
+
     def _allowed(self, ticket: Ticket) -> Mask:
         """Usable rows without those that failed the ticket; when those are all there are, they may
         try again: attempts are bounded, and waiting for another instance may be for ever."""
@@ -91,7 +188,34 @@ class Scan:
         return allowed if allowed.any() else self._usable
 
 
-def need_of(ticket: Ticket) -> Need:
+def side_by_side(dispatches: Sequence[Dispatch]) -> list[Dispatch]:
+    """The same dispatches, those of one instance and class with a common prefix next to each other,
+    so that they meet in the engine while the prefix is there. Places are only exchanged inside an
+    instance and class; who comes first in a group keeps the group's place. O(n)."""
+    places: defaultdict[tuple[InstanceName, PriorityClass], list[int]] = defaultdict(list)
+    for place, dispatch in enumerate(dispatches):
+        if dispatch.ticket.prefix is not None:
+            places[dispatch.instance, dispatch.ticket.priority_class].append(place)
+    ordered = list(dispatches)
+    for group in places.values():
+        if len(group) < 3:  # two are next to each other
+            continue
+        first: dict[int, int] = {}
+        keys = {place: _prefix_key(dispatches[place].ticket, place, first) for place in group}
+        for place, source in zip(group, sorted(group, key=keys.__getitem__), strict=True):
+            ordered[place] = dispatches[source]
+    return ordered
+
+
+def _prefix_key(ticket: Ticket, place: int, first: dict[int, int]) -> list[int]:
+    """At each depth the first place at which the ticket's prefix was seen; then its own."""
+    assert ticket.prefix is not None
+    hashes = ticket.prefix.hashes
+    depths = [depth for depth in SIDE_BY_SIDE_BLOCKS if depth <= len(hashes)]
+    return [*(first.setdefault(int(hashes[depth - 1]), place) for depth in depths), place]
+
+
+def need_of(ticket: Ticket, cached_tokens: Column | None = None) -> Need:
     return Need(
         model=ticket.model,
         tenant=ticket.tenant,
@@ -99,4 +223,5 @@ def need_of(ticket: Ticket) -> Need:
         output_tokens=ticket.output_tokens,
         kv_tokens=ticket.kv_tokens,
         context_tokens=ticket.prompt_tokens + (1 if ticket.output_tokens else 0),
+        cached_tokens=cached_tokens,
     )
