@@ -3,8 +3,8 @@
 Run as a process: ``python -m bench.load --target HOST:PORT --key KEY --streams N --tokens T
 --seconds S``; prints one JSON object. Each of N workers keeps one generation open; the count of
 tokens comes from positions and the ``finished`` message, and sequence numbers are checked, so that
-a lost or repeated message fails the run. With ``--direct NAME --keys FOLDER`` the same load goes
-to an instance's plain Generate, under grants, past the mesh.
+a lost or repeated message fails the run. With ``--direct NAME --keys FOLDER`` the same load goes to
+an instance past the mesh (``bench/direct.py``).
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from pathlib import Path
 
 import grpc.aio
 
-from sluice.grants import GrantSigner
-from sluice.inference.v1 import inference_pb2, inference_pb2_grpc
 from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
 
 
@@ -41,7 +39,6 @@ class Load:
     """N workers against one target."""
 
     def __init__(self, target: str, key: str, streams: int, tokens: int, prompt: str) -> None:
-        self.direct: tuple[str, GrantSigner] | None = None
         options = [("grpc.max_receive_message_length", 8 << 20)]
         channels = [grpc.aio.insecure_channel(target, options=options) for _ in range(4)]
         self._stubs = [scheduler_pb2_grpc.SchedulerServiceStub(channel) for channel in channels]
@@ -53,7 +50,6 @@ class Load:
         self.tally = Tally()
         self._measuring = False
         self._stopping = False
-        self._started = 0
 
     async def run(self, warmup_s: float, seconds: float) -> Tally:
         """Runs warm-up and measurement, then lets the open requests end."""
@@ -83,10 +79,7 @@ class Load:
         request.sampling.ignore_eos = True
         while not self._stopping:
             try:
-                if self.direct is not None:
-                    await self._one_direct(number)
-                else:
-                    await self._one(stub, request)
+                await self._one(stub, request)
             except grpc.aio.AioRpcError as error:
                 self.tally.errors += 1
                 name = error.code().name
@@ -125,31 +118,6 @@ class Load:
                     self.tally.requests += 1
                     self.tally.ttft_ms.append((first - began) * 1000)
 
-    async def _one_direct(self, number: int) -> None:
-        assert self.direct is not None
-        instance, signer = self.direct
-        self._started += 1
-        work = inference_pb2.Work(request_id=f"bench-{number}-{self._started}")
-        work.input.conversation.messages.add(role="user", content=f"{self._prompt} {number}")
-        work.sampling.max_tokens = self._tokens
-        work.sampling.ignore_eos = True
-        grant = signer.sign(work.request_id, instance, now_unix_s=time.time())
-        request = inference_pb2.GenerateRequest(work=work, grant=grant)
-        stub = inference_pb2_grpc.InferenceServiceStub(self._channels[number % 4])
-        began = time.monotonic()
-        first = 0.0
-        async for message in stub.Generate(request, timeout=120):
-            if self._measuring:
-                self.tally.messages += 1
-            kind = message.WhichOneof("event")
-            if kind == "delta":
-                first = first or time.monotonic()
-                if self._measuring:
-                    self.tally.tokens += len(message.delta.token_ids)
-            elif kind == "ended" and self._measuring:
-                self.tally.requests += 1
-                self.tally.ttft_ms.append((first - began) * 1000)
-
 
 def main() -> int:
     """Entry point."""
@@ -166,11 +134,21 @@ def main() -> int:
     arguments = parser.parse_args()
 
     async def go() -> Tally:
+        if arguments.direct:
+            from bench.direct import DirectLoad
+
+            direct = DirectLoad(arguments.direct, arguments.keys, arguments.prompt)
+            await direct.run(
+                arguments.target,
+                streams=arguments.streams,
+                tokens=arguments.tokens,
+                warmup_s=arguments.warmup,
+                seconds=arguments.seconds,
+            )
+            return direct.tally
         load = Load(
             arguments.target, arguments.key, arguments.streams, arguments.tokens, arguments.prompt
         )
-        if arguments.direct:
-            load.direct = (arguments.direct, GrantSigner.load(arguments.keys, "bench"))
         return await load.run(arguments.warmup, arguments.seconds)
 
     tally = asyncio.run(go())

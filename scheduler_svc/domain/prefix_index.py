@@ -9,8 +9,8 @@ come again passes through. Looking up, noting and forgetting are a few whole-arr
 O(blocks + matches), and O(1) to forget an instance.
 
 What is known of an instance goes stale in three ways. It is lost, removed or restarted: its
-generation grows and all its entries are void at once. It evicts by itself: it is taken to hold the
-last ``capacity_blocks`` blocks that it was sent (its KV memory, least recently used first). Nobody
+generation grows and all its entries are void at once. It evicts by itself: a prompt is taken to be
+gone from it when more new blocks than fit its KV memory were sent there from that prompt on. Nobody
 used the prefix for ``ttl_s``. The index steers placement only: a wrong entry costs a prefill.
 
 Single-threaded; time is passed in (seconds, not below 0). More instances with one prefix than
@@ -57,7 +57,7 @@ class PrefixIndex:
         self._used = np.zeros((buckets, WAYS), np.uint32)
         # An instance at one time of its life: generation << row bits | row; 0 is nobody.
         self._holder = np.zeros((places, HOLDERS), np.uint32)
-        # How many blocks the holder had been sent when it was last sent this one.
+        # How many new blocks the holder had been sent before it was last sent this one.
         self._sent_at = np.zeros((places, HOLDERS), np.uint32)
         self._generation = np.ones(rows_max, np.uint32)
         self._sent = np.zeros(rows_max, np.uint32)
@@ -115,17 +115,17 @@ class PrefixIndex:
         missing = np.ones(len(hashes), np.bool_)
         missing[levels] = False
         new = int(np.count_nonzero(missing))
-        # Blocks that the row has already take no more of its memory.
         theirs = self._holder[places] == holder
         has = theirs.any(axis=1)
-        sent = int(self._sent[row]) + new + len(places) - int(np.count_nonzero(has))
-        self._sent[row] = sent % 2**32  # ages are differences, so that a turn of it is harmless
         self._used.reshape(-1)[places] = self._tick(now)
         ways = theirs.argmax(axis=1)
         ways[~has] = self._way_to_give_up(places[~has])
         self._hold(places, ways, holder, row)
         if new:
             self._insert(hashes[missing], holder, row, now)
+        # Blocks that the row has already take no more of its memory.
+        sent = int(self._sent[row]) + new + len(places) - int(np.count_nonzero(has))
+        self._sent[row] = sent % 2**32  # ages are differences, so that a turn of it is harmless
 
     def forget(self, row: int) -> None:
         """What the row held is gone: it was lost, removed, or its engine began anew. O(1)."""
