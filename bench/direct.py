@@ -1,5 +1,8 @@
-"""The load of ``bench/load.py`` on one instance, past the mesh: over a frame stream of its own, under
-grants, as a scheduler would send it. What the mesh adds is what is missing here."""
+"""The load of ``bench/load.py`` on one instance, past the mesh.
+
+Over a frame stream of its own, under grants, as a scheduler would send it: what the mesh adds is
+what is missing here.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ class DirectLoad:
         self._sequence = 0
         self._measuring = False
         self._stopping = False
+        self._ended = asyncio.Event()
 
     async def run(
         self, target: str, *, streams: int, tokens: int, warmup_s: float, seconds: float
@@ -68,8 +72,8 @@ class DirectLoad:
         self.tally.seconds = time.monotonic() - began
         print(json.dumps({"measuring": False}), flush=True)
         self._stopping = True
-        while self._attempts:
-            await asyncio.sleep(0.05)
+        self._note_end()
+        await self._ended.wait()
         writer.close()
 
     def _compose(self, heartbeat: bool) -> inference_pb2.GenerateFramesRequest | None:
@@ -110,10 +114,16 @@ class DirectLoad:
         for event in frame.events:
             if event.HasField("ended"):
                 self._attempts.pop(event.slot, None)
+                self._note_end()
                 self._due.append((event.slot, 0.0))
                 self.tally.requests += self._measuring
             elif event.HasField("rejected"):
                 # Before the credit has grown to the demand; the slot comes back in a moment.
                 self._attempts.pop(event.slot, None)
+                self._note_end()
                 self._due.append((event.slot, time.monotonic() + 0.1))
                 self.tally.errors += self._measuring
+
+    def _note_end(self) -> None:
+        if self._stopping and not self._attempts:
+            self._ended.set()
