@@ -18,10 +18,10 @@ request.sampling.temperature = 9.0  # out of range
 with grpc.insecure_channel(address) as channel:
     stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
     try:
-        stub.GenerateText(request, metadata=[("authorization", f"Bearer {key}")], timeout=60)
+        stub.GenerateText(request, metadata=(("authorization", f"Bearer {key}"),), timeout=60)
     except grpc.RpcError as error:
         print(f"code: {error.code().name}")
-        status = rpc_status.from_call(error)
+        status = rpc_status.from_call(error) if isinstance(error, grpc.Call) else None
         for detail in status.details if status is not None else ():
             info = error_details_pb2.ErrorInfo()
             fields = error_details_pb2.BadRequest()

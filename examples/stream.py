@@ -20,7 +20,7 @@ with grpc.insecure_channel(address) as channel:
     stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
     try:
         # The deadline travels with the call: past it nothing is computed any more.
-        stream = stub.Generate(request, metadata=[("authorization", f"Bearer {key}")], timeout=60)
+        stream = stub.Generate(request, metadata=(("authorization", f"Bearer {key}"),), timeout=60)
         for message in stream:
             if message.HasField("delta"):
                 print(message.delta.text, end="", flush=True)
