@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ class Mesh:
 
     def health(self, name: str) -> int:
         """What a service says of its health; -1 while it does not answer."""
-        stub = health_pb2_grpc.HealthStub(self.channel(name))
+        stub: Any = health_pb2_grpc.HealthStub(self.channel(name))
         try:
             return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=2).status)
         except grpc.RpcError:
@@ -277,7 +278,7 @@ class Mesh:
         # Its workers learn it a little after its statistics do.
         self.until(lambda: httpx.get(f"{self.url}/healthz").is_success, "the edge is healthy")
         for name in self.schedulers:
-            self.until(lambda name=name: self.reachable(name), f"{name} has all instances")
+            self.until(partial(self.reachable, name), f"{name} has all instances")
 
     def recover(self) -> None:
         """Starts what does not run, takes scripted faults back and waits until all is as it was at
@@ -287,8 +288,8 @@ class Mesh:
                 process.start()
         self.faults()
         for name in self.schedulers:
-            self.until(lambda name=name: self.reachable(name), f"{name} has all instances")
-            self.until(lambda name=name: self.serving(name), f"{name} serves")
+            self.until(partial(self.reachable, name), f"{name} has all instances")
+            self.until(partial(self.serving, name), f"{name} serves")
         seen = self.edge_stat("health_check.success")
         self.until(
             lambda: self.edge_stat("health_check.success") >= seen + 2 * self.shape.schedulers,

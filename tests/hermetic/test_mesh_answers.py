@@ -5,9 +5,8 @@ instance. Method: the shared mesh on the simulated engine, whose text is a funct
 token prefix, so that a lost, repeated or exchanged token changes everything after it. Oracle: the
 instance's own plain `Generate`, and what the engine says it received.
 
-Seen to fail on mutants: `deltas_due` not clearing `parts` (text twice), `read_sampling` losing
-presence (`sampling.temperature or None`), the handler leaving its loop when the end arrives during
-a write (a stream without `finished`), `finished` with `sequence` not counted on.
+Seen to fail on the mutants in tests/mutants: end_during_a_write, forbidden_is_told,
+sequence_stands, text_sent_twice, zero_is_unset.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from sluice.scheduler.v1 import generate_pb2
 from tests.hermetic.mesh import Mesh
 from tests.hermetic.mesh_client import MeshClient, fresh_id, sim
 
-GREEDY = {"temperature": 0.0, "max_tokens": 48}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 48}
 LENGTH = result_pb2.FINISH_REASON_LENGTH
 STOP = result_pb2.FINISH_REASON_STOP
 KOREAN = "삼겹살 🫠 龜 and back"
@@ -303,7 +302,9 @@ async def test_texts_are_embedded_in_their_order(client: MeshClient) -> None:
 
 
 async def test_grpc_web_and_reflection_are_served(client: MeshClient, shared_mesh: Mesh) -> None:
-    message = generate_pb2.GenerateRequest(prompt="x", sampling={"max_tokens": 2})
+    message = generate_pb2.GenerateRequest(
+        prompt="x", sampling=sampling_pb2.SamplingParams(max_tokens=2)
+    )
     data = message.SerializeToString()
     response = await client.http.post(
         "/sluice.scheduler.v1.SchedulerService/Generate",

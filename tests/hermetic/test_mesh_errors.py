@@ -5,7 +5,8 @@ it asked, and never reads text that an exception or an engine wrote. Method: one
 requests, sent to the shared mesh as a stream, as one piece and as JSON; then the refusals that take
 time. Oracle: the table, and that the mesh is idle and answers afterwards.
 
-Seen to fail on mutants: MUTANTS
+Seen to fail on the mutants in tests/mutants: engine_text_sent_on, index_of_a_text_lost,
+inference_paths_shown.
 """
 
 from __future__ import annotations

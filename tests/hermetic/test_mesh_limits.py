@@ -6,7 +6,9 @@ of one sequence (`sim`), an engine with a context of millions of tokens (`wide`)
 (`fast`) and an embedding model with long vectors. Oracle: the named limits, and that all is free
 afterwards.
 
-Seen to fail on mutants: MUTANTS
+Seen to fail on the mutants in tests/mutants: first_come_first_served, prompt_limit_off_by_one,
+slow_client_hears_cancelled, slow_client_holds_the_engine, whole_answer_unbounded,
+write_limit_ignored.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -26,7 +29,7 @@ from scheduler_svc.adapters.live_request import STREAM_BUFFER_CHARS_MAX, TEXT_CH
 from scheduler_svc.adapters.translate import PROMPT_BYTES_MAX
 from scheduler_svc.domain.limits import SchedulerLimits
 from scheduler_svc.domain.model import PriorityClass
-from sluice.common.v1 import policy_pb2
+from sluice.common.v1 import policy_pb2, sampling_pb2
 from sluice.errors import Code, SluiceError
 from sluice.ids import REQUEST_ID_CHARS_MAX
 from sluice.scheduler.v1 import generate_pb2
@@ -189,7 +192,7 @@ async def test_outputs_and_tokens_at_the_limit(client: MeshClient) -> None:
         answer = await client.text(sampling={"max_tokens": most})
         assert answer.usage.completion_tokens == most
     for kept in (127, 128):
-        assert await client.text(cache_salt="s" * kept, sampling=ONE)
+        assert (await client.text(cache_salt="s" * kept, sampling=ONE)).text
 
 
 async def test_a_prompt_fills_the_context_but_for_one_token(client: MeshClient) -> None:
@@ -223,7 +226,7 @@ def retry_of(response: Any) -> float:
 async def test_a_full_queue_refuses_with_a_delay(client: MeshClient, running: Mesh) -> None:
     most = SchedulerLimits().classes[PriorityClass.CRITICAL].tenant_requests_max
     call = await busy(client)
-    fields = {"priority_class": CRITICAL, "timeout": 60.0}
+    fields: dict[str, Any] = {"priority_class": CRITICAL, "timeout": 60.0}
     waiting = [asyncio.create_task(client.text(**fields)) for _ in range(most - 1)]
     await eventually(lambda: running.waiting() == most - 1, "one place is left")
     waiting.append(asyncio.create_task(client.text(**fields)))
@@ -281,10 +284,13 @@ async def test_the_earlier_deadline_goes_first(client: MeshClient, running: Mesh
         await client.text(name, timeout=timeout, sampling=ONE)
         done.append(name)
 
+    def waits(count: int) -> bool:
+        return running.waiting() == count
+
     tasks = []
     for number, (name, timeout) in enumerate((("late", 25.0), ("soon", 10.0), ("middle", 18.0))):
         tasks.append(asyncio.create_task(ask(name, timeout)))
-        await eventually(lambda n=number: running.waiting() == n + 1, f"{name} waits")
+        await eventually(partial(waits, number + 1), f"{name} waits")
     call.cancel()
     await asyncio.gather(*tasks)
     assert done == ["soon", "middle", "late"]
@@ -319,7 +325,10 @@ def stalled(running: Mesh, request_id: str) -> tuple[RawH2, int]:
     running.faults({"request_id": request_id, "reply": FLOOD}, on=["fast-0"])
     client = RawH2(running.envoy.port, stream_window=0)
     request = generate_pb2.GenerateRequest(
-        prompt="x", model="fast", request_id=request_id, sampling={"n": 4, "max_tokens": 50_000}
+        prompt="x",
+        model="fast",
+        request_id=request_id,
+        sampling=sampling_pb2.SamplingParams(n=4, max_tokens=50_000),
     )
     headers = list(running.metadata)
     return client, client.request(GENERATE, grpc_frame(request.SerializeToString()), headers)
@@ -369,7 +378,7 @@ async def test_who_never_reads_is_let_go_after_the_limit(client: MeshClient, run
         await eventually(lambda: running.status().open_streams == 1, "it is open")
         await eventually(lambda: running.status().open_streams == 0, "it was let go", 8.0)
         assert running.in_engine("fast-0") == 0
-        assert (await client.generate(sampling=ONE)).ok
+        assert (await client.generate(sampling=ONE)).ok.messages
         raw.h2.increment_flow_control_window(1 << 24, stream)
         raw.flush()
         outcome = await asyncio.to_thread(raw.outcome, stream, 10.0)

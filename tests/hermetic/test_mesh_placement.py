@@ -8,7 +8,7 @@ Method: two schedulers, two instances of which one is four times as fast, sequen
 the engines' own counts sampled while requests outnumber the room. Oracle: who answered; running
 and waiting as each engine reports them.
 
-Seen to fail on mutants: MUTANTS
+Seen to fail on the mutants in tests/mutants: credit_not_divided, route_timeout, work_not_weighed.
 """
 
 from __future__ import annotations
@@ -132,9 +132,8 @@ async def test_streams_beyond_what_can_be_written_are_refused(tmp_path: Path) ->
             assert int(response.headers["retry-after"]) >= 1
             calls.pop().cancel()
             await eventually(lambda: running.status().open_streams == 2, "a place is free")
-            assert (
-                await client.generate(priority_class=INTERACTIVE, sampling={"max_tokens": 2})
-            ).ok
+            answer = await client.generate(priority_class=INTERACTIVE, sampling={"max_tokens": 2})
+            assert answer.ok.messages
             for call in calls:
                 call.cancel()
             running.until_idle()

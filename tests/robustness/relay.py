@@ -69,7 +69,8 @@ class Relay(grpc.GenericRpcHandler):
         def handle(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
             assert self.channel is not None
             left_s = context.time_remaining()
-            call: Any = self.channel.stream_stream(path)(
+            method_of_target: Any = self.channel.stream_stream(path)
+            call = method_of_target(
                 (note(True, data) for data in requests),
                 timeout=left_s if left_s < FOREVER_S else None,
             )
@@ -88,7 +89,7 @@ class Relay(grpc.GenericRpcHandler):
 def relaying() -> Iterator[Relay]:
     """A relay for the time of the block; it passes nothing on before it is connected."""
     relay = Relay()
-    server = grpc.server(futures.ThreadPoolExecutor(THREADS), handlers=(relay,))
+    server = grpc.server(futures.ThreadPoolExecutor(THREADS), handlers=[relay])
     assert server.add_insecure_port(relay.address)
     server.start()
     try:

@@ -7,13 +7,15 @@ test_collector.py.) Method: meshes started without one of their processes, which
 Oracle: grpc.health.v1, the metric `sluice.health` by component, the answers at the edge, process
 ids. Seed: none, nothing is drawn.
 
-Seen to fail on mutants: MUTANTS
+Seen to fail on the mutants in tests/mutants: link_gives_up, ready_without_execution,
+unknown_before_known.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,7 +58,7 @@ async def test_a_scheduler_waits_for_an_execution(tmp_path: Path) -> None:
                 took_s = await eventually(lambda: running.serving("scheduler-0"), "ready", 10.0)
                 assert took_s <= HEALTHY_S
                 await eventually(lambda: running.edge_members() == 1, "the edge knows", 2.0)
-                assert (await client.generate(sampling=TINY)).ok
+                assert (await client.generate(sampling=TINY)).ok.messages
                 receiver.until(lambda: all(health(receiver).values()), "all its parts are up")
             assert pids(running).items() >= before.items()
 
@@ -107,7 +109,7 @@ async def test_instances_may_come_late(tmp_path: Path) -> None:
 async def test_the_way_in_may_come_last(tmp_path: Path, last: str) -> None:
     with mesh(tmp_path, absent=[last]) as running:
         for name in {"execution-0", "sim-0", "scheduler-0"} - {last}:
-            await eventually(lambda name=name: running.serving(name), f"{name} serves", 30.0)
+            await eventually(partial(running.serving, name), f"{name} serves", 30.0)
         running[last].start()
         if last == "scheduler-0":
             await eventually(lambda: running.serving(last), "it serves", 30.0)

@@ -7,8 +7,7 @@ relays before execution and instance note the `remaining` of each start and the 
 Oracle: one clock, that of the machine; a frame's own time on the way is measured and not held
 against the mesh, since the two cores are shared. Seed: none, nothing is drawn.
 
-Seen to fail on mutants: tests/mutants/deadline_not_lowered.patch (the relay of frames sends the
-`remaining` that it got), tests/mutants/engine_ignores_deadline.patch (no timer at the instance).
+Seen to fail on the mutants in tests/mutants: deadline_not_lowered, engine_ignores_deadline.
 """
 
 from __future__ import annotations
