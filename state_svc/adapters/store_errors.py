@@ -1,10 +1,18 @@
-"""What callers see when the store cannot be used."""
+"""What callers see when the store refuses or cannot be used."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
-from sluice.errors import SluiceError, unavailable
+from sluice.errors import Code, SluiceError, not_found, unavailable
+from state_svc.ports import (
+    NameTakenError,
+    ParentMissingError,
+    StoreUnavailableError,
+    VersionConflictError,
+)
 
 RETRY_AFTER_S: Final = 0.5
 
@@ -12,3 +20,20 @@ RETRY_AFTER_S: Final = 0.5
 def store_unavailable() -> SluiceError:
     """UNAVAILABLE: the store is slow, frozen or gone. What was asked may have happened."""
     return unavailable("STORE_UNAVAILABLE", "The store does not answer now.", RETRY_AFTER_S)
+
+
+@contextmanager
+def store_errors() -> Iterator[None]:
+    """Maps what a store raises to what a caller sees."""
+    try:
+        yield
+    except StoreUnavailableError as error:
+        raise store_unavailable() from error
+    except VersionConflictError as error:
+        raise SluiceError(
+            Code.ABORTED, "VERSION_CONFLICT", "It was changed since it was read; read it again."
+        ) from error
+    except NameTakenError as error:
+        raise SluiceError(Code.ALREADY_EXISTS, "ALREADY_EXISTS", "It is in use already.") from error
+    except ParentMissingError as error:
+        raise not_found("TENANT_UNKNOWN", "There is no such tenant.") from error

@@ -123,13 +123,21 @@ class ValkeyLink:
             self.failures += 1
             raise StoreUnavailableError(f"{type(error).__name__}: {error}") from error
 
-    async def watch(self, up: Callable[[], None], down: Callable[[str], None]) -> None:
-        """Tells ``up`` and ``down`` how the server is, until cancelled."""
+    async def watch(
+        self,
+        prepare: Callable[[ValkeyLink], Awaitable[None]],
+        up: Callable[[], None],
+        down: Callable[[str], None],
+    ) -> None:
+        """Tells ``up`` and ``down`` how the server is, until cancelled. ``prepare`` runs whenever
+        it is reached again, before ``up``; what it raises but StoreUnavailableError ends this."""
         healthy: bool | None = None
         while True:
             try:
-                await self.run(lambda client: client.ping())
-                if healthy is not True:
+                if healthy:
+                    await self.run(lambda client: client.ping())
+                else:
+                    await prepare(self)
                     log.info("store reached")
                     up()
                 healthy = True

@@ -1,0 +1,143 @@
+"""Registry, usage and decisions in this process's memory: twins of the real stores for tests and
+simulation. Their clock is the event loop's. Nothing survives the process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from state_svc.adapters.valkey_ledger import BATCH_KEPT_S, DECISION_KEPT_S, DECISIONS_MAX
+from state_svc.ports import (
+    Kind,
+    NameTakenError,
+    ParentMissingError,
+    Record,
+    Snapshot,
+    UsageKey,
+    VersionConflictError,
+)
+
+
+class MemoryRegistry:
+    """A :class:`state_svc.ports.RegistryStore`."""
+
+    def __init__(self) -> None:
+        self._records: dict[Kind, dict[str, Record]] = {kind: {} for kind in Kind}
+        self._unique: dict[Kind, dict[str, str]] = {kind: {} for kind in Kind}
+        self._revisions: dict[Kind, int] = dict.fromkeys(Kind, 0)
+
+    async def put(
+        self,
+        kind: Kind,
+        name: str,
+        value: bytes,
+        *,
+        expected: int | None = None,
+        unique: Sequence[str] = (),
+    ) -> int:
+        """See :class:`state_svc.ports.RegistryStore`."""
+        self._check(kind, name, expected)
+        parent = name.partition("/")[0]
+        if kind is Kind.KEYS and parent not in self._records[Kind.TENANTS]:
+            raise ParentMissingError
+        if any(self._unique[kind].get(one, name) != name for one in unique):
+            raise NameTakenError
+        self._unique[kind].update(dict.fromkeys(unique, name))
+        self._revisions[kind] += 1
+        self._records[kind][name] = Record(self._revisions[kind], value)
+        return self._revisions[kind]
+
+    async def delete(self, kind: Kind, name: str, *, expected: int | None = None) -> bool:
+        """See :class:`state_svc.ports.RegistryStore`."""
+        self._check(kind, name, expected)
+        if name not in self._records[kind]:
+            return False
+        self._forget(kind, [name])
+        if kind is Kind.TENANTS:
+            self._forget(
+                Kind.KEYS, [key for key in self._records[Kind.KEYS] if key.startswith(name + "/")]
+            )
+        return True
+
+    async def find(self, kind: Kind, unique: str) -> str | None:
+        """See :class:`state_svc.ports.RegistryStore`."""
+        return self._unique[kind].get(unique)
+
+    async def read(self, kind: Kind) -> Snapshot:
+        """See :class:`state_svc.ports.RegistryStore`."""
+        return Snapshot(self._revisions[kind], dict(self._records[kind]))
+
+    async def revision(self, kind: Kind) -> int:
+        """See :class:`state_svc.ports.RegistryStore`."""
+        return self._revisions[kind]
+
+    def _check(self, kind: Kind, name: str, expected: int | None) -> None:
+        known = self._records[kind].get(name)
+        if expected is not None and expected != (0 if known is None else known.version):
+            raise VersionConflictError
+
+    def _forget(self, kind: Kind, names: Sequence[str]) -> None:
+        for name in names:
+            del self._records[kind][name]
+        owners = self._unique[kind]
+        self._unique[kind] = {one: name for one, name in owners.items() if name not in names}
+        if names:
+            self._revisions[kind] += 1
+
+
+class MemoryUsage:
+    """A :class:`state_svc.ports.UsageStore`. Hours are never dropped."""
+
+    def __init__(self) -> None:
+        self._batches: dict[tuple[str, str], float] = {}
+        self._amounts: dict[str, dict[UsageKey, dict[str, float]]] = {}
+
+    async def append(
+        self, tenant: str, batch_id: str, amounts: Mapping[UsageKey, Mapping[str, float]]
+    ) -> bool:
+        """See :class:`state_svc.ports.UsageStore`."""
+        now = _now()
+        if self._batches.get((tenant, batch_id), 0.0) > now:
+            return False
+        self._batches[tenant, batch_id] = now + BATCH_KEPT_S
+        ledger = self._amounts.setdefault(tenant, {})
+        for key, names in amounts.items():
+            sums = ledger.setdefault(key, {})
+            for name, amount in names.items():
+                sums[name] = sums.get(name, 0.0) + amount
+        return True
+
+    async def query(
+        self, tenant: str, begin_hour: int, end_hour: int
+    ) -> Mapping[UsageKey, Mapping[str, float]]:
+        """See :class:`state_svc.ports.UsageStore`."""
+        ledger = self._amounts.get(tenant, {})
+        return {
+            key: dict(sums) for key, sums in ledger.items() if begin_hour <= key.hour < end_hour
+        }
+
+
+class MemoryDecisions:
+    """A :class:`state_svc.ports.DecisionStore`."""
+
+    def __init__(self, kept_s: float = DECISION_KEPT_S, decisions_max: int = DECISIONS_MAX) -> None:
+        self._kept_s, self._max = kept_s, decisions_max
+        self._records: dict[str, dict[str, tuple[float, bytes]]] = {}
+
+    async def put(self, tenant: str, decisions: Mapping[str, bytes]) -> None:
+        """See :class:`state_svc.ports.DecisionStore`."""
+        kept = self._records.setdefault(tenant, {})
+        for request_id, record in decisions.items():
+            kept.pop(request_id, None)
+            kept[request_id] = (_now() + self._kept_s, record)
+        for request_id in list(kept)[: max(len(kept) - self._max, 0)]:
+            del kept[request_id]
+
+    async def get(self, tenant: str, request_id: str) -> bytes | None:
+        """See :class:`state_svc.ports.DecisionStore`."""
+        until, record = self._records.get(tenant, {}).get(request_id, (0.0, b""))
+        return record if until > _now() else None
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

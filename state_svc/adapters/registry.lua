@@ -1,0 +1,42 @@
+-- Writes or deletes one record of the registry. All keys have the hash tag {registry}.
+-- KEYS: records, unique values, revision; then the same three of the tenants (to write a key) or of
+-- the keys (to delete a tenant). A record is "<version> <value>".
+local op, name, expected = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local known = redis.call('HGET', KEYS[1], name)
+local version = known and tonumber(string.match(known, '^(%d+) ')) or 0
+if expected >= 0 and version ~= expected then return {'VERSION'} end
+
+local function forget(records, unique, which)
+  redis.call('HDEL', records, which)
+  local all = redis.call('HGETALL', unique)
+  for i = 1, #all, 2 do
+    if all[i + 1] == which then redis.call('HDEL', unique, all[i]) end
+  end
+end
+
+if op == 'delete' then
+  if not known then return {'ABSENT'} end
+  forget(KEYS[1], KEYS[2], name)
+  if KEYS[4] then
+    local prefix, found = name .. '/', false
+    for _, child in ipairs(redis.call('HKEYS', KEYS[4])) do
+      if string.sub(child, 1, #prefix) == prefix then
+        forget(KEYS[4], KEYS[5], child)
+        found = true
+      end
+    end
+    if found then redis.call('INCR', KEYS[6]) end
+  end
+  redis.call('INCR', KEYS[3])
+  return {'OK', 0}
+end
+
+if KEYS[4] and redis.call('HEXISTS', KEYS[4], string.match(name, '^[^/]+')) == 0 then return {'PARENT'} end
+for i = 5, #ARGV do
+  local owner = redis.call('HGET', KEYS[2], ARGV[i])
+  if owner and owner ~= name then return {'TAKEN'} end
+end
+for i = 5, #ARGV do redis.call('HSET', KEYS[2], ARGV[i], name) end
+local revision = redis.call('INCR', KEYS[3])
+redis.call('HSET', KEYS[1], name, revision .. ' ' .. ARGV[4])
+return {'OK', revision}

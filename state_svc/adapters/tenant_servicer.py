@@ -1,0 +1,153 @@
+"""``TenantService``: tenants and keys over the registry. A tenant is checked whole before it is
+stored, so that a bad change is refused and the last good one stays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Final
+
+from sluice.common.v1 import policy_pb2
+from sluice.errors import invalid, not_found
+from sluice.quota.exchange import AMOUNT_MAX
+from sluice.state.v1 import tenants_pb2, tenants_pb2_grpc
+from state_svc.adapters.registry_watch import RegistryWatch
+from state_svc.adapters.store_errors import store_errors
+from state_svc.domain.names import check_model, check_tenant
+from state_svc.ports import Kind, Record, RegistryStore
+
+NAMES_MAX: Final = 256
+LABEL_CHARS_MAX: Final = 128
+SHA256_BYTES: Final = 32
+_KEY_ID: Final = re.compile(r"[a-z0-9-]{1,64}")
+
+
+class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
+    """See the proto."""
+
+    def __init__(self, store: RegistryStore, watch: RegistryWatch) -> None:
+        self._store, self._watch = store, watch
+
+    async def PutTenant(
+        self, request: tenants_pb2.PutTenantRequest, context: Any
+    ) -> tenants_pb2.PutTenantResponse:
+        """Creates or changes a tenant."""
+        tenant = _checked(request.tenant)
+        expected = request.expected_version if request.HasField("expected_version") else None
+        with store_errors():
+            version = await self._store.put(
+                Kind.TENANTS, tenant.name, tenant.SerializeToString(), expected=expected
+            )
+        self._watch.poke()
+        tenant.version = version
+        return tenants_pb2.PutTenantResponse(tenant=tenant)
+
+    async def DeleteTenant(
+        self, request: tenants_pb2.DeleteTenantRequest, context: Any
+    ) -> tenants_pb2.DeleteTenantResponse:
+        """Deletes a tenant and its keys."""
+        name = check_tenant(request.tenant, "tenant")
+        expected = request.expected_version if request.HasField("expected_version") else None
+        with store_errors():
+            if not await self._store.delete(Kind.TENANTS, name, expected=expected):
+                raise not_found("TENANT_UNKNOWN", "There is no such tenant.")
+        self._watch.poke()
+        return tenants_pb2.DeleteTenantResponse()
+
+    async def PutKey(
+        self, request: tenants_pb2.PutKeyRequest, context: Any
+    ) -> tenants_pb2.PutKeyResponse:
+        """Adds a key."""
+        key = request.key
+        check_tenant(key.tenant, "key.tenant")
+        if not _KEY_ID.fullmatch(key.key_id):
+            raise invalid("key.key_id", f"must match {_KEY_ID.pattern}")
+        if len(key.sha256) != SHA256_BYTES:
+            raise invalid("key.sha256", f"must be {SHA256_BYTES} bytes")
+        if len(key.label) > LABEL_CHARS_MAX:
+            raise invalid("key.label", f"at most {LABEL_CHARS_MAX} characters")
+        with store_errors():
+            await self._store.put(
+                Kind.KEYS,
+                f"{key.tenant}/{key.key_id}",
+                key.SerializeToString(),
+                unique=(f"id:{key.key_id}", f"sha256:{key.sha256.hex()}"),
+                expected=None,
+            )
+        self._watch.poke()
+        return tenants_pb2.PutKeyResponse()
+
+    async def DeleteKey(
+        self, request: tenants_pb2.DeleteKeyRequest, context: Any
+    ) -> tenants_pb2.DeleteKeyResponse:
+        """Deletes a key."""
+        if not _KEY_ID.fullmatch(request.key_id):
+            raise invalid("key_id", f"must match {_KEY_ID.pattern}")
+        with store_errors():
+            name = await self._store.find(Kind.KEYS, f"id:{request.key_id}")
+            if name is None or not await self._store.delete(Kind.KEYS, name):
+                raise not_found("KEY_UNKNOWN", "There is no such key.")
+        self._watch.poke()
+        return tenants_pb2.DeleteKeyResponse()
+
+    async def ListTenants(
+        self, request: tenants_pb2.ListTenantsRequest, context: Any
+    ) -> tenants_pb2.ListTenantsResponse:
+        """Lists tenants and keys."""
+        with store_errors():
+            tenants = await self._store.read(Kind.TENANTS)
+            keys = await self._store.read(Kind.KEYS)
+        return tenants_pb2.ListTenantsResponse(
+            tenants=_tenants(tenants.records[name] for name in sorted(tenants.records)),
+            keys=_keys(keys.records[name] for name in sorted(keys.records)),
+        )
+
+    async def WatchTenants(
+        self, request: tenants_pb2.WatchTenantsRequest, context: Any
+    ) -> AsyncIterator[tenants_pb2.WatchTenantsResponse]:
+        """Streams everything, then changes."""
+        async for change in self._watch.follow((Kind.TENANTS, Kind.KEYS)):
+            yield tenants_pb2.WatchTenantsResponse(
+                snapshot=change.snapshot,
+                tenants=_tenants(change.put[Kind.TENANTS].values()),
+                keys=_keys(change.put[Kind.KEYS].values()),
+                deleted_tenants=change.deleted[Kind.TENANTS],
+                deleted_keys=[name.partition("/")[2] for name in change.deleted[Kind.KEYS]],
+            )
+
+
+def _checked(given: tenants_pb2.Tenant) -> tenants_pb2.Tenant:
+    check_tenant(given.name, "tenant.name")
+    tenant = tenants_pb2.Tenant()
+    tenant.CopyFrom(given)
+    tenant.ClearField("version")
+    classes = policy_pb2.PriorityClass.values()
+    if tenant.ceiling not in classes or not tenant.ceiling:
+        raise invalid("tenant.ceiling", "must be a priority class")
+    if tenant.default_class not in classes:
+        raise invalid("tenant.default_class", "must be a priority class")
+    if not tenant.default_class:
+        tenant.default_class = max(policy_pb2.PRIORITY_CLASS_STANDARD, tenant.ceiling)
+    if tenant.default_class < tenant.ceiling:
+        raise invalid("tenant.default_class", "must not be above the ceiling")
+    for field, names in (("models", tenant.models), ("tools", tenant.tools)):
+        if len(names) > NAMES_MAX:
+            raise invalid(f"tenant.{field}", f"at most {NAMES_MAX}")
+        for name in names:
+            check_model(name, f"tenant.{field}")
+    if max(tenant.limits.tokens_per_min, tenant.limits.tokens_per_day) > AMOUNT_MAX:
+        raise invalid("tenant.limits", f"at most {AMOUNT_MAX} tokens")
+    return tenant
+
+
+def _tenants(records: Iterable[Record]) -> list[tenants_pb2.Tenant]:
+    found = []
+    for record in records:
+        tenant = tenants_pb2.Tenant.FromString(record.value)
+        tenant.version = record.version
+        found.append(tenant)
+    return found
+
+
+def _keys(records: Iterable[Record]) -> list[tenants_pb2.TenantKey]:
+    return [tenants_pb2.TenantKey.FromString(record.value) for record in records]

@@ -1,0 +1,116 @@
+"""Tenants, keys and aliases in Redis or Valkey.
+
+Keys ``sluice:{registry}:<kind>``, ``...:unique`` and ``...:revision``, owned here, without time to
+live. Each write is one script: a crash leaves it done or not done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from redis.asyncio import Redis
+
+from state_svc.adapters.valkey_link import Script, ValkeyLink, text
+from state_svc.ports import (
+    Kind,
+    NameTakenError,
+    ParentMissingError,
+    Record,
+    Snapshot,
+    VersionConflictError,
+)
+
+_SCRIPT: Final = Script("registry.lua")
+_UNCHECKED: Final = -1
+# Beside a kind's own keys: what a key needs to exist, what goes with a tenant.
+_RELATED: Final = {("put", Kind.KEYS): Kind.TENANTS, ("delete", Kind.TENANTS): Kind.KEYS}
+
+
+class ValkeyRegistry:
+    """A :class:`state_svc.ports.RegistryStore`."""
+
+    def __init__(self, link: ValkeyLink) -> None:
+        self._link = link
+
+    async def put(
+        self,
+        kind: Kind,
+        name: str,
+        value: bytes,
+        *,
+        expected: int | None = None,
+        unique: Sequence[str] = (),
+    ) -> int:
+        """See :class:`state_svc.ports.RegistryStore`."""
+        checked = _UNCHECKED if expected is None else expected
+        keys = _keys("put", kind)
+        reply = await self._link.script(_SCRIPT, keys, ["put", name, checked, value, *unique])
+        return _version(reply)
+
+    async def delete(self, kind: Kind, name: str, *, expected: int | None = None) -> bool:
+        """See :class:`state_svc.ports.RegistryStore`."""
+        checked = _UNCHECKED if expected is None else expected
+        reply = await self._link.script(_SCRIPT, _keys("delete", kind), ["delete", name, checked])
+        if reply[0] == b"ABSENT":
+            return False
+        _version(reply)
+        return True
+
+    async def find(self, kind: Kind, unique: str) -> str | None:
+        """See :class:`state_svc.ports.RegistryStore`."""
+
+        async def read(client: Redis) -> bytes | str | None:
+            return await client.hget(f"{_key(kind)}:unique", unique)
+
+        name = await self._link.run(read)
+        return None if name is None else text(name)
+
+    async def read(self, kind: Kind) -> Snapshot:
+        """See :class:`state_svc.ports.RegistryStore`."""
+
+        async def read(client: Redis) -> list[object]:
+            async with client.pipeline(transaction=True) as pipeline:
+                pipeline.get(f"{_key(kind)}:revision")
+                pipeline.hgetall(_key(kind))
+                return await pipeline.execute()
+
+        revision, fields = await self._link.run(read)
+        assert isinstance(fields, dict)
+        records = {}
+        for name, stored in fields.items():
+            version, _, value = stored.partition(b" ")
+            records[text(name)] = Record(int(version), value)
+        return Snapshot(_number(revision), records)
+
+    async def revision(self, kind: Kind) -> int:
+        """See :class:`state_svc.ports.RegistryStore`."""
+        return _number(await self._link.run(lambda client: client.get(f"{_key(kind)}:revision")))
+
+
+def _key(kind: Kind) -> str:
+    return f"sluice:{{registry}}:{kind}"
+
+
+def _keys(op: str, kind: Kind) -> list[str]:
+    kinds = [kind]
+    if (related := _RELATED.get((op, kind))) is not None:
+        kinds.append(related)
+    return [key for k in kinds for key in (_key(k), f"{_key(k)}:unique", f"{_key(k)}:revision")]
+
+
+def _number(value: object) -> int:
+    return 0 if value is None else int(text(value)) if isinstance(value, bytes | str) else 0
+
+
+def _version(reply: list[bytes | int]) -> int:
+    match reply[0]:
+        case b"OK":
+            return int(reply[1])
+        case b"VERSION":
+            raise VersionConflictError
+        case b"TAKEN":
+            raise NameTakenError
+        case b"PARENT":
+            raise ParentMissingError
+    raise AssertionError(reply)

@@ -1,0 +1,47 @@
+"""Settings of the state service: section ``[state]`` of ``sluice.toml``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sluice.config import section, setting
+
+
+@section("state")
+@dataclass(frozen=True, slots=True)
+class StateConfig:
+    """Everything that can be set; times in seconds unless said."""
+
+    name: str = setting("state-0", help="Name of this replica in logs and telemetry.")
+    bind: str = setting("127.0.0.1:50091", help="Address that the mesh calls.")
+    durable_url: str = setting(
+        "redis://127.0.0.1:16379/0",
+        secret=True,
+        help="Redis or Valkey for tenants, keys, aliases and usage; appendfsync always.",
+    )
+    volatile_url: str = setting(
+        "",
+        secret=True,
+        help="Redis or Valkey for quotas and decision records. Empty: the durable one.",
+    )
+    store_timeout_s: float = setting(
+        0.5, unit="s", ge=0.01, le=30.0, help="Longest wait for a reply of the store."
+    )
+    connections_max: int = setting(
+        32, unit="connections", ge=1, le=1024, help="Connections to each store."
+    )
+    decisions_kept_s: int = setting(
+        86400, unit="s", ge=60, le=2592000, help="How long a decision record is kept."
+    )
+    decisions_max: int = setting(
+        10000, unit="records", ge=1, le=1000000, help="Decision records kept per tenant."
+    )
+    deadline_s: float = setting(
+        5.0, unit="s", ge=0.1, le=60.0, help="Deadline of a call that sets none, and the longest."
+    )
+    drain_grace_s: float = setting(
+        5.0, unit="s", ge=0.0, le=600.0, help="Longest wait for open calls at shutdown."
+    )
+    probe_lag_s: float = setting(
+        1.0, unit="s", ge=0.0, le=60.0, help="From NOT_SERVING to the end of the watches."
+    )

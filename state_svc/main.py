@@ -1,0 +1,150 @@
+"""The state process: puts stores, services and the server together."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from typing import Final
+
+from google.protobuf.descriptor import FileDescriptor
+
+from sluice import logs
+from sluice.config import config_path, load
+from sluice.deadline import MethodDeadline
+from sluice.mesh_config import MeshSettings
+from sluice.server import Health, MeshServer, run, serve_until_signalled
+from sluice.state.v1 import (
+    aliases_pb2,
+    aliases_pb2_grpc,
+    decisions_pb2,
+    decisions_pb2_grpc,
+    quota_pb2,
+    quota_pb2_grpc,
+    tenants_pb2,
+    tenants_pb2_grpc,
+    usage_pb2,
+    usage_pb2_grpc,
+)
+from sluice.telemetry import Telemetry
+from state_svc.adapters.alias_servicer import AliasServicer
+from state_svc.adapters.ledger_servicers import DecisionServicer, UsageServicer
+from state_svc.adapters.quota_servicer import QuotaServicer
+from state_svc.adapters.registry_watch import RegistryWatch
+from state_svc.adapters.schema import ensure_schema
+from state_svc.adapters.tenant_servicer import TenantServicer
+from state_svc.adapters.valkey_ledger import ValkeyDecisions, ValkeyUsage
+from state_svc.adapters.valkey_link import ValkeyLink
+from state_svc.adapters.valkey_quota import ValkeyQuotaStore
+from state_svc.adapters.valkey_registry import ValkeyRegistry
+from state_svc.config import StateConfig
+
+_FILES: Final[tuple[FileDescriptor, ...]] = (
+    aliases_pb2.DESCRIPTOR,
+    decisions_pb2.DESCRIPTOR,
+    quota_pb2.DESCRIPTOR,
+    tenants_pb2.DESCRIPTOR,
+    usage_pb2.DESCRIPTOR,
+)
+SERVICES: Final = tuple(
+    service.full_name for file in _FILES for service in file.services_by_name.values()
+)
+
+
+class Parts:
+    """The parts of a state service and the tasks that keep them going."""
+
+    def __init__(self, config: StateConfig, health: Health) -> None:
+        def link(url: str) -> ValkeyLink:
+            return ValkeyLink(url, config.store_timeout_s, config.connections_max)
+
+        self._links = {"store": link(config.durable_url)}
+        if config.volatile_url not in ("", config.durable_url):
+            self._links["store-volatile"] = link(config.volatile_url)
+        durable = self._links["store"]
+        volatile = self._links.get("store-volatile", durable)
+        registry = ValkeyRegistry(durable)
+        self.watch = RegistryWatch(registry)
+        self.tenants = TenantServicer(registry, self.watch)
+        self.aliases = AliasServicer(registry, self.watch)
+        self.usage = UsageServicer(ValkeyUsage(durable))
+        self.quota = QuotaServicer(ValkeyQuotaStore(volatile))
+        self.decisions = DecisionServicer(
+            ValkeyDecisions(volatile, config.decisions_kept_s, config.decisions_max)
+        )
+        self._components = {name: health.component(name) for name in self._links}
+        for component in self._components.values():
+            component.down("not reached yet")
+
+    def add_to(self, server: MeshServer) -> None:
+        """Registers every service."""
+        tenants_pb2_grpc.add_TenantServiceServicer_to_server(self.tenants, server.grpc)
+        aliases_pb2_grpc.add_AliasServiceServicer_to_server(self.aliases, server.grpc)
+        usage_pb2_grpc.add_UsageServiceServicer_to_server(self.usage, server.grpc)
+        quota_pb2_grpc.add_QuotaServiceServicer_to_server(self.quota, server.grpc)
+        decisions_pb2_grpc.add_DecisionServiceServicer_to_server(self.decisions, server.grpc)
+        for name in SERVICES:
+            server.add_service(name)
+
+    async def run(self) -> None:
+        """Runs every task until cancelled; one that fails ends the process."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.watch.run())
+            for name, link in self._links.items():
+                component = self._components[name]
+                group.create_task(link.watch(ensure_schema, component.up, component.down))
+
+    async def drain(self) -> None:
+        """Ends the watches; everything else is short."""
+        self.watch.close()
+
+    async def close(self) -> None:
+        """Closes the connections to the stores."""
+        for link in self._links.values():
+            await link.close()
+
+
+def deadlines(config: StateConfig) -> Mapping[str, MethodDeadline]:
+    """A deadline for every method but the watches, which go on."""
+    short = MethodDeadline(config.deadline_s, config.deadline_s)
+    return {
+        f"/{service.full_name}/{method.name}": short
+        for file in _FILES
+        for service in file.services_by_name.values()
+        for method in service.methods
+        if not method.server_streaming
+    }
+
+
+async def serve() -> int:
+    """Serves until the process is asked to end; returns its exit status."""
+    path = config_path()
+    mesh = load(MeshSettings, "mesh", path=path)
+    config = load(StateConfig, "state", path=path)
+    logs.setup("state", mesh.log_level)
+    telemetry = Telemetry.setup(
+        "state",
+        mesh.otlp_endpoint,
+        mesh.trace_sample_ratio,
+        instance=config.name,
+        metric_interval_s=mesh.metric_interval_s,
+    )
+    health = Health()
+    parts = Parts(config, health)
+    server = MeshServer(
+        "state", [config.bind], health, deadlines=deadlines(config), telemetry=telemetry
+    )
+    parts.add_to(server)
+    await server.start()
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(parts.run())
+        status = await serve_until_signalled(
+            [server], parts.drain, config.drain_grace_s, probe_lag_s=config.probe_lag_s
+        )
+        running.cancel()
+    await parts.close()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(run(serve()))

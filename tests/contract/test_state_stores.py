@@ -1,0 +1,192 @@
+"""One contract for the stores in memory and the real ones on Valkey.
+
+Goal: what holds for one holds for the other. Method: each test runs on both; the real one talks to
+a Valkey process. Oracle: the ports' own words (state_svc/ports.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from sluice.quota.exchange import Amounts, Answer, Decision, Exchange, Limits, Need, Settlement
+from state_svc.adapters.memory_quota import MemoryQuotaStore
+from state_svc.adapters.memory_stores import MemoryDecisions, MemoryRegistry, MemoryUsage
+from state_svc.adapters.valkey_ledger import ValkeyDecisions, ValkeyUsage
+from state_svc.adapters.valkey_link import ValkeyLink
+from state_svc.adapters.valkey_quota import ValkeyQuotaStore
+from state_svc.adapters.valkey_registry import ValkeyRegistry
+from state_svc.ports import (
+    DecisionStore,
+    Kind,
+    NameTakenError,
+    ParentMissingError,
+    QuotaStore,
+    RegistryStore,
+    UsageKey,
+    UsageStore,
+    VersionConflictError,
+)
+from tests.valkey import ValkeyProcess, valkey
+
+DECISIONS_MAX = 5
+
+
+@dataclass
+class Stores:
+    registry: RegistryStore
+    usage: UsageStore
+    decisions: DecisionStore
+    quota: QuotaStore
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ValkeyProcess]:
+    with valkey() as running:
+        yield running
+
+
+@pytest.fixture(params=["memory", "valkey"])
+async def stores(request: pytest.FixtureRequest, server: ValkeyProcess) -> AsyncIterator[Stores]:
+    if request.param == "memory":
+        yield Stores(
+            MemoryRegistry(),
+            MemoryUsage(),
+            MemoryDecisions(decisions_max=DECISIONS_MAX),
+            MemoryQuotaStore(),
+        )
+        return
+    link = ValkeyLink(server.url)
+    await link.run(lambda client: client.flushdb())
+    yield Stores(
+        ValkeyRegistry(link),
+        ValkeyUsage(link),
+        ValkeyDecisions(link, decisions_max=DECISIONS_MAX),
+        ValkeyQuotaStore(link),
+    )
+    await link.close()
+
+
+async def test_a_record_is_written_by_compare_and_set(stores: Stores) -> None:
+    registry = stores.registry
+    assert await registry.revision(Kind.TENANTS) == 0
+    first = await registry.put(Kind.TENANTS, "a", b"one", expected=0)
+    with pytest.raises(VersionConflictError):
+        await registry.put(Kind.TENANTS, "a", b"two", expected=0)
+    second = await registry.put(Kind.TENANTS, "a", b"two \x00 words", expected=first)
+    assert second > first
+    third = await registry.put(Kind.TENANTS, "a", b"three")
+    snapshot = await registry.read(Kind.TENANTS)
+    assert snapshot.revision == third == await registry.revision(Kind.TENANTS)
+    assert snapshot.records["a"].value == b"three"
+    assert snapshot.records["a"].version == third
+
+
+async def test_of_writers_at_once_exactly_one_wins(stores: Stores) -> None:
+    async def write(n: int) -> bool:
+        try:
+            await stores.registry.put(Kind.ALIASES, "x", str(n).encode(), expected=0)
+        except VersionConflictError:
+            return False
+        return True
+
+    assert sum(await asyncio.gather(*(write(n) for n in range(20)))) == 1
+
+
+async def test_a_key_needs_its_tenant_and_goes_with_it(stores: Stores) -> None:
+    registry = stores.registry
+    with pytest.raises(ParentMissingError):
+        await registry.put(Kind.KEYS, "a/k1", b"", unique=("id:k1",))
+    await registry.put(Kind.TENANTS, "a", b"")
+    await registry.put(Kind.TENANTS, "ab", b"")
+    await registry.put(Kind.KEYS, "a/k1", b"", unique=("id:k1", "sha:1"))
+    await registry.put(Kind.KEYS, "ab/k2", b"", unique=("id:k2", "sha:2"))
+    with pytest.raises(NameTakenError):
+        await registry.put(Kind.KEYS, "a/k3", b"", unique=("id:k3", "sha:2"))
+    assert await registry.find(Kind.KEYS, "id:k1") == "a/k1"
+    before = await registry.revision(Kind.KEYS)
+    assert await registry.delete(Kind.TENANTS, "a")
+    assert await registry.revision(Kind.KEYS) > before
+    assert list((await registry.read(Kind.KEYS)).records) == ["ab/k2"]
+    assert await registry.find(Kind.KEYS, "id:k1") is None
+    assert not await registry.delete(Kind.TENANTS, "a")
+    await registry.put(Kind.KEYS, "ab/k1", b"", unique=("id:k1", "sha:1"))
+
+
+async def test_a_deletion_can_be_conditional(stores: Stores) -> None:
+    registry = stores.registry
+    version = await registry.put(Kind.TENANTS, "a", b"")
+    with pytest.raises(VersionConflictError):
+        await registry.delete(Kind.TENANTS, "a", expected=version + 1)
+    assert await registry.delete(Kind.TENANTS, "a", expected=version)
+    assert await registry.put(Kind.TENANTS, "a", b"") > version
+
+
+async def test_usage_adds_up_and_a_batch_is_added_once(stores: Stores) -> None:
+    usage = stores.usage
+    monday, tuesday = UsageKey(500_000, "m|1"), UsageKey(500_024, "m|1")
+    added = {monday: {"tokens": 5.0, "cost": 0.25}, tuesday: {"tokens": 1.0}}
+    assert await usage.append("a", "batch-1", added)
+    assert not await usage.append("a", "batch-1", added)
+    assert await usage.append("b", "batch-1", {monday: {"tokens": 100.0}})
+    assert await usage.append("a", "batch-2", {monday: {"tokens": 2.0}})
+    found = await usage.query("a", 500_000, 500_024)
+    assert {key: dict(sums) for key, sums in found.items()} == {
+        monday: {"tokens": 7.0, "cost": 0.25}
+    }
+    assert set(await usage.query("a", 500_000, 500_025)) == {monday, tuesday}
+    assert await usage.query("nobody", 0, 10) == {}
+
+
+async def test_decisions_belong_to_their_tenant_and_the_oldest_go(stores: Stores) -> None:
+    decisions = stores.decisions
+    await decisions.put("a", {"r0": b"first", "r1": b"\x00\xff"})
+    assert await decisions.get("a", "r1") == b"\x00\xff"
+    assert await decisions.get("b", "r1") is None
+    await decisions.put("a", {"r0": b"again"})
+    await decisions.put("a", {f"n{number}": b"x" for number in range(DECISIONS_MAX - 1)})
+    assert await decisions.get("a", "r0") == b"again"
+    assert await decisions.get("a", "r1") is None
+    assert await decisions.get("a", "n0") == b"x"
+
+
+async def test_quota_is_counted_settled_and_refused(stores: Stores) -> None:
+    tenant = uuid.uuid4().hex
+    limits = Limits(requests_per_min=3, tokens_per_min=100, concurrent_requests=2)
+
+    async def ask(sequence: int, *tokens: int, **more: Any) -> Answer:
+        exchange = Exchange("h", sequence, limits, needs=tuple(map(Need, tokens)), **more)
+        (answer,) = await stores.quota.exchange([(tenant, exchange)])
+        assert isinstance(answer, Answer)
+        return answer
+
+    first = await ask(1, 40, 70, 60)
+    assert [v.decision for v in first.verdicts] == [
+        Decision.GRANTED,
+        Decision.REFUSED,
+        Decision.GRANTED,
+    ]
+    use = await stores.quota.use(tenant)
+    assert (use.requests, use.tokens, use.slots) == (2, 100, 2)
+    from_first = Settlement(
+        first.epoch, first.bucket, first.day, Amounts(2, 100, 2), tokens_refund=50
+    )
+    second = await ask(2, 50, 1, settlements=(from_first,))
+    assert [v.decision for v in second.verdicts] == [Decision.GRANTED, Decision.REFUSED]
+    assert await ask(2, 50, 1, settlements=(from_first,)) == second
+    use = await stores.quota.use(tenant)
+    assert (use.requests, use.tokens, use.slots, use.holders) == (3, 100, 1, 1)
+
+
+async def test_tenants_are_counted_apart(stores: Stores) -> None:
+    limits = Limits(requests_per_min=1)
+    parts = [(uuid.uuid4().hex, Exchange("h", 1, limits, needs=(Need(1),))) for _ in range(3)]
+    answers = await stores.quota.exchange(parts)
+    for answer in answers:
+        assert isinstance(answer, Answer)
+        assert answer.verdicts[0].decision is Decision.GRANTED
