@@ -21,7 +21,7 @@ with grpc.insecure_channel(address) as channel:
         stub.GenerateText(request, metadata=(("authorization", f"Bearer {key}"),), timeout=60)
     except grpc.RpcError as error:
         print(f"code: {error.code().name}")
-        status = rpc_status.from_call(error) if isinstance(error, grpc.Call) else None
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]  # a failed call is both
         for detail in status.details if status is not None else ():
             info = error_details_pb2.ErrorInfo()
             fields = error_details_pb2.BadRequest()
