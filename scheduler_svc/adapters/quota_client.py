@@ -38,6 +38,7 @@ from sluice.state.v1.quota_pb2_grpc import QuotaServiceStub
 from sluice.status import from_rpc_error
 
 CALLS_MAX: Final = 4
+STANDSTILL_S: Final = 0.1  # later than that: this process stood still
 IDLE_S: Final = 60.0  # an account that holds nothing is forgotten after this
 
 log = logs.get(__name__)
@@ -228,6 +229,10 @@ class QuotaClient:
         except TimeoutError:
             pass
         self._wake.clear()
+        late = self._clock() - max(min(times), now)
+        if late > STANDSTILL_S:
+            for account in self._accounts.values():
+                account.stood_still(late)
 
     def _due(self, now: float) -> list[tuple[QuotaAccount, Exchange]]:
         parts: list[tuple[QuotaAccount, Exchange]] = []
@@ -242,6 +247,7 @@ class QuotaClient:
 
     async def _exchange(self, parts: list[tuple[QuotaAccount, Exchange]]) -> None:
         self.exchanges += 1
+        began = self._clock()
         answers: list[Answer | None] = [None] * len(parts)
         try:
             sent = [(account.tenant, exchange) for account, exchange in parts]
@@ -255,6 +261,13 @@ class QuotaClient:
         if None in answers:
             self.exchanges_failed += 1
         now = self._clock()
+        if now - began > self._times.wait_s + STANDSTILL_S:
+            log.warning("this process stood still", seconds=round(now - began, 3))
+            for (account, _), answer in zip(parts, answers, strict=True):
+                if answer is None:
+                    account.again(now)
+            parts = [part for part, answer in zip(parts, answers, strict=True) if answer]
+            answers = [answer for answer in answers if answer]
         for (account, _), answer in zip(parts, answers, strict=True):
             was = account.reachable
             outcomes = account.failed(now) if answer is None else account.apply(answer, now)

@@ -324,6 +324,15 @@ class QuotaAccount:
             outcomes.append((waiter, self._fail(waiter.tokens)))
         return outcomes
 
+    def stood_still(self, seconds: float) -> None:
+        """This process did not run for a while: answers may have come that it has not read yet,
+        so whoever waits is given that time again."""
+        waiting = list(self._waiters)
+        if self._under_way is not None:
+            waiting += self._under_way.waiters
+        for waiter in waiting:
+            waiter.answer_by += seconds
+
     def expires_at(self) -> float | None:
         """When :meth:`expire` has something to do."""
         waiting = [w.answer_by for w in self._waiters]
@@ -389,6 +398,12 @@ class QuotaAccount:
                 tokens_refund=left.tokens,
             )
         self._leases = kept
+
+    def again(self, now: float) -> None:
+        """The answer was lost by this process's own fault: the exchange is sent again at once."""
+        sent = self._under_way
+        assert sent is not None and sent.in_flight
+        sent.in_flight, sent.retry_at = False, now
 
     def failed(self, now: float) -> list[Outcome]:
         """The exchange failed, or its answer did not come: it is sent again after a pause."""
