@@ -23,6 +23,7 @@ import typer
 from sluice import __version__
 from sluice.command.cli_calls import calls
 from sluice.command.cli_show import show
+from sluice.command.cli_simulate import add_simulate
 from sluice.command.cli_support import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -56,6 +57,7 @@ compose_app = typer.Typer(help="The docker compose file, made from sluice.toml."
 app.add_typer(compose_app, name="compose")
 calls(app)
 show(app)
+add_simulate(app)
 
 
 def _print_version(wanted: bool) -> None:
