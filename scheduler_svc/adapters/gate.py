@@ -415,17 +415,23 @@ class Gate:
 
     def _ended(self, slot: Slot, ended: inference_pb2.Ended) -> None:
         live = slot.live
+        reasons = {output.finish_reason for output in ended.outputs}
         if live is not None and ended.HasField("status"):
             self.post(lambda now: self._failed(slot, now, from_status(ended.status)))
             return
-        tokens = None
-        if live is not None:
+        if live is not None and result_pb2.FINISH_REASON_CANCELLED in reasons:
+            # Nobody here asked for that: the instance goes down.
+            self.post(lambda now: self._failed(slot, now))
+            return
+        tokens, outcome = None, Outcome.FINISHED
+        if live is not None and result_pb2.FINISH_REASON_DEADLINE in reasons:
+            outcome = Outcome.DEADLINE_EXCEEDED
+            live.fail(deadline_exceeded(), outcome)
+        elif live is not None:
             live.end(ended)
             tokens = ended.usage.completion_tokens
         self.post(
-            lambda now: self.domain.ended(
-                slot.ticket_id, slot.domain_attempt, now, Outcome.FINISHED, tokens
-            )
+            lambda now: self.domain.ended(slot.ticket_id, slot.domain_attempt, now, outcome, tokens)
         )
 
     def _rejected(self, slot: Slot, rejected: inference_pb2.Rejected) -> None:

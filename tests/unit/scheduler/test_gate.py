@@ -264,6 +264,42 @@ def test_a_stream_that_stalls_ends_at_the_inter_token_limit(scenario: Play) -> N
     scenario(body)
 
 
+def test_an_end_at_the_deadline_is_an_error_and_no_short_answer(scenario: Play) -> None:
+    """The instance's timer may be ahead of the scheduler's own. Mutant seen to fail: the gate takes
+    every end without a status for an answer."""
+
+    async def body(r: Rig) -> None:
+        r.report()
+        live = r.submit()
+        await r.settle()
+        await r.execution.accept()
+        await r.execution.delta("a", 0)
+        await r.execution.end(0, result_pb2.FINISH_REASON_DEADLINE)
+        await r.settle()
+        assert live.outcome is Outcome.DEADLINE_EXCEEDED
+        assert live.ended is None
+        r.gate.leave(live, Outcome.DEADLINE_EXCEEDED)
+
+    scenario(body)
+
+
+def test_an_end_that_nobody_asked_for_is_a_loss(scenario: Play) -> None:
+    """An instance that goes down cancels what it still runs; as above."""
+
+    async def body(r: Rig) -> None:
+        r.report()
+        live = r.submit()
+        await r.settle()
+        await r.execution.accept()
+        await r.execution.delta("a", 0)
+        await r.execution.end(0, result_pb2.FINISH_REASON_CANCELLED)
+        await r.settle()
+        assert live.error is not None and live.error.reason == "INSTANCE_LOST"
+        r.gate.leave(live, Outcome.INSTANCE_FAILED)
+
+    scenario(body)
+
+
 def test_output_out_of_order_is_a_fault_of_the_instance(scenario: Play) -> None:
     async def body(r: Rig) -> None:
         r.report()
