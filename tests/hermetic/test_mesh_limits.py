@@ -40,7 +40,6 @@ from tests.hermetic.mesh_client import MeshClient, client_of, eventually, fresh_
 from tests.hermetic.raw_h2 import GENERATE, RawH2, grpc_frame
 
 CRITICAL = policy_pb2.PRIORITY_CLASS_CRITICAL
-STANDARD = policy_pb2.PRIORITY_CLASS_STANDARD
 MILLIONS = 6_000_000
 ONE = {"max_tokens": 1}
 SHAPE = Shape(
@@ -66,7 +65,7 @@ SHAPE = Shape(
         # Room for the thousand streams of the full queue.
         "write_cost_us": 1.0,
         "first_token_critical_s": 600.0,
-        "deadline_standard_s": 1.0,
+        "deadline_batch_s": 1.0,
         "write_limit_s": 2.0,
     },
 )
@@ -266,13 +265,27 @@ async def test_who_cannot_be_served_in_time_is_told_so(client: MeshClient, runni
 async def test_a_deadline_that_passes_in_the_queue_is_a_deadline(client: MeshClient) -> None:
     """HTTP carries none, so the class's own applies: 1 s here."""
     call = await busy(client)
-    body = {"prompt": "x", "priority_class": "PRIORITY_CLASS_STANDARD"}
+    body = {"prompt": "x", "priority_class": "PRIORITY_CLASS_BATCH"}
     begin = time.monotonic()
     response = await client.http.post("/chat", json=body)
     assert response.status_code == 504
     assert response.json()["details"][0]["reason"] == "DEADLINE_EXCEEDED"
     assert time.monotonic() - begin >= 0.9
     call.cancel()
+
+
+async def test_a_deadline_that_passes_midway_is_an_error_and_no_short_answer(
+    client: MeshClient,
+) -> None:
+    body = {
+        "prompt": "x",
+        "model": "wide",
+        "priority_class": "PRIORITY_CLASS_BATCH",
+        "sampling": {"max_tokens": 5_000},
+    }
+    response = await client.http.post("/chat", json=body)
+    assert response.status_code == 504, response.text
+    assert response.json()["details"][0]["reason"] == "DEADLINE_EXCEEDED"
 
 
 async def test_the_earlier_deadline_goes_first(client: MeshClient, running: Mesh) -> None:
