@@ -163,17 +163,17 @@ class Scan:
         return bool(waits)
 
     def _cached(self, ticket: Ticket) -> Column | None:
-        """Tokens of its prompt that each row should have in its cache; always one token less than
-        the prompt, since an engine reads at least the last one."""
+        """Tokens of its prompt that each row should have in its cache, not 0 everywhere; at least
+        one token less than the prompt, since an engine reads the last one always."""
         prefix = ticket.prefix
-        if self._prefixes is None or prefix is None:
+        if self._prefixes is None or prefix is None or ticket.prompt_tokens < 2:
             return None
         matched = self._prefixes.match(prefix.hashes, len(self._usable), self._now)
         if matched is None:
             return None
         tokens: Column = matched.astype(np.float64)
         tokens *= ticket.prompt_tokens / max(1.0, prefix.blocks)
-        return np.minimum(tokens, max(0, ticket.prompt_tokens - 1), out=tokens)
+        return np.minimum(tokens, ticket.prompt_tokens - 1, out=tokens)
 
     def _allowed(self, ticket: Ticket) -> Mask:
         """Usable rows without those that failed the ticket; when those are all there are, they may

@@ -5,9 +5,11 @@ effects came, and judges each effect and each state by counting anew."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -18,6 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from scheduler_svc.domain.canonical import PrefixHasher
 from scheduler_svc.domain.limits import ClassLimits
 from scheduler_svc.domain.model import (
     Abort,
@@ -25,6 +28,7 @@ from scheduler_svc.domain.model import (
     InstanceName,
     InstanceReport,
     Outcome,
+    Prefix,
     PriorityClass,
     Refusal,
     RejectKind,
@@ -32,13 +36,15 @@ from scheduler_svc.domain.model import (
     TicketId,
     WorkKind,
 )
-from scheduler_svc.domain.placement import LeastWork
+from scheduler_svc.domain.placement import LeastWork, PrefixAffinity, Weighted
 from scheduler_svc.domain.scheduler import Scheduler
+from scheduler_svc.ports import PlacementPolicy
 from tests.unit.scheduler.scheduling import SEARCH, SEARCH_TIMEOUT_S, a_report, a_ticket, limits
 
 NAMES = ("a", "b", "c")
 PAUSE_S, STALE_S, ABSENT_S, ATTEMPTS = 0.5, 3.0, 4.0, 3
 STEP_TOKENS = 600
+HASHER = PrefixHasher(b"test")
 EVENTS = ("accepted", "first_token", "progressed", "ended", "failed", *RejectKind)
 
 
@@ -123,8 +129,10 @@ def blocks(tokens: int, block: int) -> int:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Subclasses say how tight memory is."""
+    """Subclasses say how tight memory is, and who places."""
 
+    policy: Callable[[int], PlacementPolicy] = LeastWork
+    holds_max = 0
     kv_tokens = 10**6
     step_tokens = 0
     prompts = st.integers(1, 200)
@@ -141,8 +149,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             attempts_max=ATTEMPTS,
             bypass_max=100,
             passed_over_max=10**9,
+            prefix_index_bytes=100_000,
+            holds_max=self.holds_max,
         )
-        self.scheduler = Scheduler(self.limits, LeastWork(seed))
+        self.scheduler = Scheduler(self.limits, type(self).policy(seed))
         self.reference = Reference()
         self.now = 0.0
         self.turned = False
@@ -174,6 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     model=model,
                     tenant=data.draw(st.sampled_from("tu")),
                     prompt_tokens=data.draw(self.prompts),
+                    prefix=self._prefix(data),
                     output_tokens=data.draw(st.integers(1, 100)),
                     arrival_s=self.now,
                     first_token_limit_s=self.now + limit_s,
@@ -181,6 +192,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 )
             )
         self.turn()
+
+    def _prefix(self, data: st.DataObject) -> Prefix | None:
+        return None
 
     def _submit(self, ticket: Ticket) -> None:
         model = ticket.model
@@ -384,7 +398,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def nothing_waits_that_could_run(self) -> None:
         """Work-conserving: right after a turn no ticket waits while an instance it may use has room
         for it, unless a higher class waits for that instance."""
-        if not self.turned:
+        if not self.turned or self._any_held():
             return
         for ticket in self.reference.waiting:
             for name in self.reference.usable(ticket):
@@ -418,6 +432,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # --- the reference's side of events --------------------------------------------------------
 
+    def _any_held(self) -> bool:
+        """Whether a ticket waits for the one instance that has its prefix: then order and idle
+        room are not what they are without. Nobody is held beyond a bound."""
+        held = [ticket for ticket in self.reference.waiting if ticket.held_row >= 0]
+        for ticket in held:
+            assert ticket.held_until_s is not None
+            assert ticket.held_until_s <= self.now + self.limits.hold_max_s
+        return bool(held)
+
     def _fits(self, name: InstanceName, ticket: Ticket) -> bool:
         return self.reference.has_sequence(name, self.now) and self.reference.has_memory(
             name, ticket
@@ -426,6 +449,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _no_better_one_waits(self, ticket: Ticket, name: InstanceName) -> None:
         """Order: no ticket of a higher class, or due earlier in its class, could have gone there
         instead."""
+        if self._any_held():
+            return
         run = self.reference.running.pop()  # as it was just before the dispatch
         for other in self.reference.waiting:
             if other.line != ticket.line or name not in self.reference.usable(other):
@@ -508,8 +533,34 @@ class TightSchedulerMachine(SchedulerMachine):
     prompts = st.sampled_from([1, 50, 200, 500, 900, 1_500])
 
 
+class PrefixSchedulerMachine(SchedulerMachine):
+    """A policy that reads prefixes, without holding."""
+
+    policy: Callable[[int], PlacementPolicy] = Weighted
+
+    def _prefix(self, data: st.DataObject) -> Prefix | None:
+        blocks = data.draw(st.lists(st.integers(0, 1), max_size=5))
+        hashes = HASHER.hashes(np.array(blocks, dtype=np.uint64).tobytes(), 8, [])
+        return Prefix(hashes, len(blocks) + 0.5) if blocks else None
+
+
+class HoldingSchedulerMachine(PrefixSchedulerMachine):
+    """Tickets wait for the instance with their prefix."""
+
+    policy: Callable[[int], PlacementPolicy] = PrefixAffinity
+    holds_max = 2
+
+
 @pytest.mark.timeout(SEARCH_TIMEOUT_S)
-@pytest.mark.parametrize("machine", [SchedulerMachine, TightSchedulerMachine])
+@pytest.mark.parametrize(
+    "machine",
+    [
+        SchedulerMachine,
+        TightSchedulerMachine,
+        PrefixSchedulerMachine,
+        HoldingSchedulerMachine,
+    ],
+)
 def test_the_scheduler_agrees_with_plain_lists_under_random_histories(
     machine: type[SchedulerMachine],
 ) -> None:
