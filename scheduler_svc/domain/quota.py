@@ -59,7 +59,8 @@ class QuotaTimes:
 WAITING_MAX: Final = 1024  # requests of one tenant that wait for an answer
 LEASE_REQUESTS_MIN: Final = 4  # a tenant with fewer requests in a lease's life takes no leases
 LEASE_HEADROOM: Final = 1.5  # a lease holds this many times the expected demand
-RENEW_PART: Final = 0.3  # of a lease's life, before its end
+SILENT_REQUESTS: Final = 4.0  # so many expected and none seen: the tenant has fallen silent
+RENEW_PART: Final = 0.3  # of a lease's life and of its amounts; with less it is renewed
 
 
 @dataclass(eq=False, slots=True)
@@ -102,6 +103,17 @@ class _Lease:
     left: Amounts
     usable_until: float
     renew_at: float
+    low: Amounts  # with less left it is renewed early
+    renewed: bool = False
+
+
+def _part(amounts: Amounts, part: float) -> Amounts:
+    return Amounts(*(round(part * n) for n in (amounts.requests, amounts.tokens, amounts.slots)))
+
+
+def _less(left: Amounts, low: Amounts) -> bool:
+    """Whether any of the three is below its mark."""
+    return left.requests < low.requests or left.tokens < low.tokens or left.slots < low.slots
 
 
 @dataclass(slots=True)
@@ -146,6 +158,8 @@ class _Demand:
         elapsed = now - self.since
         if elapsed < 0.05:
             return
+        if not self.requests and self.requests_per_s * elapsed > SILENT_REQUESTS:
+            self.requests_per_s = self.tokens_per_s = 0.0
         weight = min(1.0, elapsed)
         self.requests_per_s += weight * (self.requests / elapsed - self.requests_per_s)
         self.tokens_per_s += weight * (self.tokens / elapsed - self.tokens_per_s)
@@ -197,6 +211,8 @@ class QuotaAccount:
             left = lease.left
             if now < lease.usable_until and left.requests and left.slots and left.tokens >= tokens:
                 lease.left = Amounts(left.requests - 1, left.tokens - tokens, left.slots - 1)
+                if not lease.renewed and _less(lease.left, lease.low):
+                    lease.renew_at = min(lease.renew_at, now)
                 self._demand.note(tokens)
                 self.counts.local += 1
                 return self._reserved(tokens, lease.epoch, lease.bucket, lease.day)
@@ -356,7 +372,7 @@ class QuotaAccount:
             self._waiters.remove(waiter)
         self._demand.fold(now)
         self._give_leases_back(bool(asking), now)
-        wanted = NOTHING if self._contended else self._demand.lease(self.times.lease_s)
+        wanted = self._wanted()
         running = frozenset(one for one in self._live if one.started)
         settlements, overuse_tokens = self._settlements.take(now)
         exchange = Exchange(
@@ -381,8 +397,9 @@ class QuotaAccount:
         kept = []
         for lease in self._leases:
             if not (asking or self._contended or now >= lease.usable_until):
-                # It goes on to its end beside the one that is asked for now.
-                lease.renew_at = lease.usable_until
+                if now >= lease.renew_at:
+                    # It goes on to its end beside the one that is asked for now.
+                    lease.renew_at, lease.renewed = lease.usable_until, True
                 kept.append(lease)
                 continue
             left = lease.left
@@ -398,6 +415,14 @@ class QuotaAccount:
                 tokens_refund=left.tokens,
             )
         self._leases = kept
+
+    def _wanted(self) -> Amounts:
+        """The lease to ask for: the demand, unless most of it is there already."""
+        wanted = NOTHING if self._contended else self._demand.lease(self.times.lease_s)
+        fresh = [lease for lease in self._leases if not lease.renewed]
+        if any(not _less(lease.left, lease.low) for lease in fresh):
+            return NOTHING
+        return wanted
 
     def again(self, now: float) -> None:
         """The answer was lost by this process's own fault: the exchange is sent again at once."""
@@ -443,6 +468,7 @@ class QuotaAccount:
                     answer.lease,
                     end,
                     end - RENEW_PART * max(life_s, 0.0),
+                    low=_part(answer.lease, RENEW_PART),
                 )
             )
         return outcomes
