@@ -1,8 +1,8 @@
 """The engine model against the step-by-step simulated engine, and its own rules.
 
-Seen to fail on mutants: a stretch cut one step late; a preempted sequence that keeps its last
-block; the phase of blocks off by one; an end counted from the step before; a window of the meter
-that is not closed inside a stretch.
+Seen to fail on mutants: a stretch cut one step late; a block given back that a preempted sequence
+did not have; blocks taken a step early; outputs a token short; a meter whose windows end only with
+stretches.
 """
 
 from __future__ import annotations

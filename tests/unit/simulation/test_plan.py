@@ -1,7 +1,7 @@
 """The search for the cheapest fleet, over a stand-in for the simulation.
 
-Seen to fail on mutants: halving that keeps the failing half; a border walk that forgets how many
-of the second kind were too few.
+Seen to fail on mutants: halving that keeps the failing half; a walk that does not look for the
+least of the second kind.
 """
 
 from __future__ import annotations
@@ -69,6 +69,21 @@ def test_for_two_kinds_no_mix_is_cheaper(power: int, each: float, price: float) 
         )
         assert best.price_per_hour == pytest.approx(cheapest)
     assert len(planner.trials) == len({trial.counts for trial in planner.trials}) < 60
+
+
+def test_kinds_that_help_each_other_are_mixed_to_the_least() -> None:
+    """Oracle: by hand. 4 and 3 are the cheapest with 12 pairs; every second count is walked."""
+
+    def run(counts: Counts) -> Report:
+        enough = counts[0] * counts[1] >= 12 or sum(counts) >= 20
+        return needs(1, (1.0, 1.0))((1, 0)) if enough else needs(2, (1.0, 1.0))((1, 0))
+
+    planner = Planner([A, GpuKind("b", price_per_hour=2.0)], GOALS, run, 64)
+    best = planner.search()
+    assert best is not None
+    assert best.counts == (4, 3)
+    reached = {trial.counts for trial in planner.trials if trial.reached}
+    assert {(18, 1), (16, 1), (6, 2)} <= reached
 
 
 def test_the_table_has_every_fleet_tried_cheapest_first() -> None:

@@ -1,7 +1,7 @@
 """The whole simulation: the real scheduler over engine models.
 
-Seen to fail on mutants: arrivals shuffled by a set; a request that is aborted and not ended; room
-that is not given back after a refusal.
+Seen to fail on mutants: arrivals drawn without the seed; an abort that leaves the engine running;
+an invalid request that keeps its room.
 """
 
 from __future__ import annotations
