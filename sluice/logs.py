@@ -29,6 +29,8 @@ _FIELDS = "sluice_fields"
 
 # Libraries that log every call or export below these levels.
 _QUIET = {"grpc": logging.WARNING, "asyncio": logging.WARNING, "opentelemetry": logging.ERROR}
+_REPEATING = ("opentelemetry",)
+REPEAT_S = 60.0  # how often the same line of such a library is written
 
 Scalar = str | int | float | bool | None
 
@@ -55,11 +57,31 @@ class JsonFormatter(logging.Formatter):
         fields: Mapping[str, Scalar] = getattr(record, _FIELDS, {})
         for name, value in list(fields.items())[:FIELDS_MAX]:
             line.setdefault(name, _bounded(value))
-        if record.exc_info is not None and record.exc_info[1] is not None:
-            error = record.exc_info[1]
+        # A library may leave a bare True here instead of what logging documents.
+        error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        if error is not None:
             line["error_type"] = type(error).__name__
             line["error"] = "".join(traceback.format_exception(error))[-TRACE_CHARS_MAX:]
         return json.dumps(line, ensure_ascii=False)
+
+
+class RepeatFilter(logging.Filter):
+    """Lets the same complaint of a library pass once a minute: an exporter without a collector
+    complains at every try. Bounded by the libraries' message templates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed_at: dict[tuple[str, str], float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.name.startswith(_REPEATING):
+            return True
+        key = (record.name, str(record.msg))
+        passed_at = self._passed_at.get(key)
+        if passed_at is not None and record.created - passed_at < REPEAT_S:
+            return False
+        self._passed_at[key] = record.created
+        return True
 
 
 def _bounded(value: Scalar) -> Scalar:
@@ -109,6 +131,7 @@ def setup(service: str, level: str = "info", stream: TextIO | None = None) -> No
     thing in a service's main; a second call replaces the first."""
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter(service))
+    handler.addFilter(RepeatFilter())
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)

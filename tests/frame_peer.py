@@ -42,9 +42,7 @@ def make_start(
         start.work.sampling.max_tokens = max_tokens
     if remaining_s is not None:
         nanos = round(remaining_s * 1e9)
-        start.remaining.CopyFrom(
-            duration_pb2.Duration(seconds=nanos // 10**9, nanos=nanos % 10**9)
-        )
+        start.remaining.CopyFrom(duration_pb2.Duration(seconds=nanos // 10**9, nanos=nanos % 10**9))
     if grant is not None:
         start.grant.CopyFrom(grant)
     return start

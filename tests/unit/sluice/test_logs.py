@@ -73,3 +73,23 @@ def test_levels_hold_and_noisy_libraries_are_quiet(lines: io.StringIO) -> None:
     logging.getLogger("elsewhere").info("written with %s", "arguments")
     assert len(lines.getvalue().splitlines()) == 1
     assert _last(lines)["message"] == "written with arguments"
+
+
+def test_an_exc_info_that_is_only_true_does_not_break_a_line() -> None:
+    stream = io.StringIO()
+    logs.setup("test", stream=stream)
+    record = logging.LogRecord("opentelemetry.x", logging.ERROR, "f", 1, "no", None, None)
+    record.exc_info = True  # type: ignore[assignment]  # as OpenTelemetry leaves it
+    logging.getLogger("opentelemetry.x").handle(record)
+    assert json.loads(stream.getvalue())["message"] == "no"
+
+
+def test_a_library_says_the_same_thing_once_a_minute_and_ours_always() -> None:
+    stream = io.StringIO()
+    logs.setup("test", stream=stream)
+    for _ in range(3):
+        logging.getLogger("opentelemetry.exporter").error("cannot reach %s", "collector")
+        logs.get("sluice.x").info("twice")
+    messages = [json.loads(line)["message"] for line in stream.getvalue().splitlines()]
+    assert messages.count("cannot reach collector") == 1
+    assert messages.count("twice") == 3
