@@ -114,6 +114,10 @@ bench-mesh: $(BASE) $(DEV) protos ## Measure the mesh over simulated engines
 bench-peers: $(BASE) $(DEV) $(PEERS) protos ## Measure other gateways on the same load
 	@$(PYTHON) -m bench.peers $(BENCH_ARGS)
 
+.PHONY: bench-placement
+bench-placement: $(BASE) $(DEV) protos ## Measure placement: decisions, the prefix index, policies on a real trace
+	@$(PYTHON) -m bench.placement $(BENCH_ARGS)
+
 .PHONY: bench-vllm
 bench-vllm: $(BASE) $(DEV) $(VLLM) protos model ## Measure the mesh over vLLM
 	@$(PYTHON) -m bench.vllm $(BENCH_ARGS)

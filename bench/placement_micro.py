@@ -1,7 +1,7 @@
-"""CPU microseconds of the scheduler's domain: enqueue, dequeue, placement, turn.
+"""CPU microseconds of the scheduler's domain: enqueue, dequeue, placement, turn, prefix index.
 
-`python -m bench.placement_micro` prints a table and writes bench/results/placement-micro.json. One
-process, no I/O; CPU time, median over batches, so that a busy machine shows little.
+Part of ``bench.placement``. One process, no I/O; CPU time, median over batches, so that a busy
+machine shows little.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from bench.harness import table, write_results
+import numpy as np
+
+from scheduler_svc.domain.canonical import Hashes, PrefixHasher
 from scheduler_svc.domain.fleet import Fleet
 from scheduler_svc.domain.ledger import Ledger
 from scheduler_svc.domain.limits import ClassLimits, SchedulerLimits
@@ -18,11 +21,13 @@ from scheduler_svc.domain.model import (
     Dispatch,
     InstanceName,
     InstanceReport,
+    Prefix,
     PriorityClass,
     Ticket,
     TicketId,
 )
-from scheduler_svc.domain.placement import LeastWork
+from scheduler_svc.domain.placement import POLICIES, LeastWork
+from scheduler_svc.domain.prefix_index import PrefixIndex
 from scheduler_svc.domain.queue import TicketQueue
 from scheduler_svc.domain.scheduler import Scheduler
 from scheduler_svc.domain.turn import Scan
@@ -119,23 +124,102 @@ def submit_us(waiting: int) -> float:
 
 
 def placement_us(instances: int) -> float:
-    """One decision: filter, room, score and pick."""
+    """One decision of ``least_work``: filter, room, score and pick."""
+    item = ticket(1)
+    scan = Scan(item.line, _loaded_fleet(instances), LeastWork(), LIMITS)
+    return median_us(lambda _: _find(scan, [item] * BATCH), 50)
+
+
+def _find(scan: Scan, items: list[Ticket]) -> int:
+    for item in items:
+        scan.find(item)
+    return len(items)
+
+
+def _loaded_fleet(instances: int) -> Fleet:
     ledger = Ledger(LIMITS.instances_max)
     fleet = Fleet(LIMITS, ledger)
     for number in range(instances):
         fleet.report(report(number), 0.0)
         held = ticket(10_000_000 + number)
-        ledger.take(held, number, 16, 388_000)
+        ledger.take(held, number, 16, 380_000)
         fleet.refresh_row(number)
-    item = ticket(1)
-    scan = Scan(item.line, fleet, LeastWork(), LIMITS)
+    return fleet
 
-    def run(_: int) -> int:
+
+def prefix_us(instances: int, prompts: int, blocks: int) -> dict[str, float]:
+    """With so many prompts indexed, each of a system prompt that many share and blocks of its own,
+    of ``blocks`` in all: one decision of ``weighted``, the notes of a dispatch, and hashing."""
+    index = PrefixIndex(LIMITS.instances_max, LIMITS.prefix_index_bytes, 3_600.0)
+    hasher = PrefixHasher(b"bench")
+    prefixes = []
+    notes = []
+    for number in range(prompts):
+        own = np.arange(blocks, dtype=np.uint64) + np.uint64((number + 1) * blocks)
+        own[: blocks // 4] = number % 100
+        hashes = hasher.hashes(own.tobytes(), 8, ["bench"])
+        began = time.process_time()
+        index.note(hashes, number * 7_919 % instances, 0.0)
+        notes.append((time.process_time() - began) * 1e6)
+        prefixes.append(hashes)
+    fleet = _loaded_fleet(instances)
+    policy = POLICIES["weighted"](0)
+    scan = Scan(ticket(0).line, fleet, policy, LIMITS, index, 1.0)
+    items = []
+    for number in range(2_000):
+        item = ticket(number, prompt_tokens=blocks * 32)
+        item.prefix = Prefix(prefixes[number * 37 % prompts], float(blocks))
+        items.append(item)
+    data = bytes(range(256)) * (blocks * 128 // 256 + 1)
+
+    def hashing(_: int) -> int:
         for _ in range(BATCH):
-            scan.find(item)
+            hasher.hashes(data, 128, ["bench"])
         return BATCH
 
-    return median_us(run, 50)
+    return {
+        "decision": median_us(lambda n: _find(scan, items[n * 40 : n * 40 + 40]), len(items) // 40),
+        "note": statistics.median(notes),
+        "hash": median_us(hashing, 20),
+        "indexed_blocks": float(len(index)),
+    }
+
+
+def index_memory_mb(prompts: int, blocks: int, bytes_max: int) -> dict[str, float]:
+    """Resident memory of this process while distinct prompts are noted: when the index is full for
+    the first time, and at the end. ``hot_hit_rate``: blocks found of 1,000 prompts that come again
+    every 20,000."""
+    index = PrefixIndex(1_000, bytes_max, 1e6)
+    hasher = PrefixHasher(b"bench")
+    hot = [_prompt(hasher, 10**9 + number, blocks) for number in range(1_000)]
+    full_mb, found = 0.0, 0
+    for number in range(prompts):
+        index.note(_prompt(hasher, number, blocks), number % 1_000, number / 1_000)
+        if number % 20_000 == 0:
+            for row, hashes in enumerate(hot):
+                index.note(hashes, row, number / 1_000)
+        if not full_mb and index.evictions > index.capacity:
+            full_mb = _resident_mb()
+    for row, hashes in enumerate(hot):
+        matched = index.match(hashes, 1_000, prompts / 1_000)
+        found += 0 if matched is None else int(matched[row])
+    return {
+        "bound_mb": bytes_max / 1e6,
+        "index_mb": index.nbytes / 1e6,
+        "resident_full_mb": full_mb,
+        "resident_end_mb": _resident_mb(),
+        "hot_hit_rate": found / (len(hot) * blocks),
+    }
+
+
+def _prompt(hasher: PrefixHasher, number: int, blocks: int) -> Hashes:
+    own = np.arange(blocks, dtype=np.uint64) + np.uint64(number * blocks)
+    return hasher.hashes(own.tobytes(), 8, ["bench"])
+
+
+def _resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4_096 / 1e6
 
 
 def turn_us(instances: int, per_turn: int) -> tuple[float, float]:
@@ -182,21 +266,17 @@ def blocked_turn_us(instances: int, waiting: int, sequences_max: int, prompt_tok
     return median_us(run, 20)
 
 
-def main() -> None:
+def domain_figures() -> dict[str, float]:
+    """Everything without an index."""
     figures: dict[str, float] = {}
     for waiting, name in ((10_000, "10k"), (100_000, "100k")):
         figures[f"enqueue_us_p50_{name}"], figures[f"dequeue_us_p50_{name}"] = queue_us(waiting)
         figures[f"submit_us_p50_{name}"] = submit_us(waiting)
     for instances in (10, 100, 1_000):
-        figures[f"decision_us_p50_{instances}"] = placement_us(instances)
+        figures[f"least_work_us_p50_{instances}"] = placement_us(instances)
         turn, life = turn_us(instances, per_turn=100)
         figures[f"turn_us_per_dispatch_{instances}"] = turn
         figures[f"life_us_per_ticket_{instances}"] = life
     figures["blocked_turn_us_sequences_100"] = blocked_turn_us(100, 5_000, 16, 400)
     figures["blocked_turn_us_kv_100"] = blocked_turn_us(100, 10_000, 256, 7_900)
-    print(table([["figure", "µs"], *([name, f"{value:.1f}"] for name, value in figures.items())]))
-    print(write_results("placement-micro", figures))
-
-
-if __name__ == "__main__":
-    main()
+    return figures
