@@ -36,6 +36,7 @@ from scheduler_svc.domain.model import (
     TicketId,
     WorkKind,
 )
+from sluice import context, logs
 from sluice.errors import Code, SluiceError, invalid, unavailable
 from sluice.execution.v1 import execution_pb2, execution_pb2_grpc
 from sluice.inference.v1 import inference_pb2
@@ -59,6 +60,20 @@ DEADLINE_ROUNDING: Final = 0.01
 
 DEADLINE_LATENCY_S: Final = 0.05
 """The client's clock started this much before the server's, at most."""
+
+MESH_FAULTS: Final = frozenset(
+    (
+        Outcome.INSTANCE_FAILED,
+        Outcome.FIRST_TOKEN_TIMEOUT,
+        Outcome.INTER_TOKEN_TIMEOUT,
+        Outcome.SLOW_CONSUMER,
+        Outcome.NO_INSTANCE,
+        Outcome.INTERNAL,
+    )
+)
+"""Ends that an operator looks into; refusals and cancels are in metrics only."""
+
+log = logs.get(__name__)
 
 EmbedStub: TypeAlias = "execution_pb2_grpc.ExecutionServiceAsyncStub"
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -285,6 +300,8 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         finally:
             self._gate.leave(live, outcome)
             self._metrics.ended(live, outcome, self._loop.time(), span)
+            if outcome in MESH_FAULTS:
+                log_fault(live, outcome)
 
     async def _embed(
         self, live: LiveRequest, request: generate_pb2.EmbedRequest
@@ -312,6 +329,19 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             else:
                 self._gate.unary_ended(live)
                 return response
+
+
+def log_fault(live: LiveRequest, outcome: Outcome) -> None:
+    """One line for a request that the mesh did not finish, found by its identifier."""
+    context.request_id.set(live.ticket.request_id)
+    log.warning(
+        "request not finished",
+        outcome=outcome.value,
+        reason=live.error.reason if live.error is not None else None,
+        instance=live.instance,
+        attempts=live.attempt,
+        delivered_tokens=live.tokens,
+    )
 
 
 def left_as(ticket: Ticket, now: float) -> Outcome:
