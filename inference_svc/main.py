@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from inference_svc.adapters.engine_host import EngineHost
+from inference_svc.adapters.engine_host import EngineFailedError, EngineHost, EngineRefusedError
 from inference_svc.adapters.instance import Instance
 from inference_svc.adapters.metrics import observe
 from inference_svc.adapters.nvml_monitor import open_monitor
@@ -117,6 +117,14 @@ async def serve() -> int:
                 [server], drain, config.drain_grace_s, probe_lag_s=config.probe_lag_s
             )
             keeping.cancel()
+    except BaseExceptionGroup as group:
+        # The engine's own end is this process's: without the group around it.
+        for error in group.exceptions:
+            if isinstance(error, EngineRefusedError):
+                raise ConfigError(f"instance.{own.name}", str(error)) from error
+            if isinstance(error, EngineFailedError):
+                raise error from None
+        raise
     finally:
         await host.close()
         gpus.close()

@@ -24,7 +24,6 @@ from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, Protocol
-from urllib.parse import urlsplit
 
 import jinja2
 from google.api import annotations_pb2
@@ -33,7 +32,7 @@ from google.rpc import error_details_pb2
 
 from sluice.config import ConfigError, load
 from sluice.edge_config import EnvoySettings
-from sluice.mesh_config import MeshSettings
+from sluice.mesh_config import MeshSettings, otlp_address
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ROOT / "envoy" / "envoy.yaml.j2"
@@ -41,7 +40,6 @@ LUA = ROOT / "envoy" / "json.lua.j2"
 DESCRIPTORS = ROOT / "protos" / "build" / "sluice.binpb"
 PUBLIC_FILE = "sluice/scheduler/v1/scheduler.proto"
 PUBLIC_SERVICE = "SchedulerService"
-OTLP_PORT = 4317
 GRPC_TIMEOUT_DIGITS = 8  # the protocol's bound on grpc-timeout
 
 
@@ -120,7 +118,8 @@ def render(envoy: EnvoySettings, mesh: MeshView) -> str:
         raise ConfigError("envoy.tls_certificate", "needs envoy.tls_private_key, and vice versa")
     files = _public_files()
     schedulers = [_host_port(value, "envoy.schedulers") for value in envoy.schedulers]
-    otlp = _otlp(mesh.otlp_endpoint)
+    collector = otlp_address(mesh.otlp_endpoint)
+    otlp = (collector.host, collector.port) if collector else None
     routes = _json_routes(files[PUBLIC_FILE])
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATE.parent),
@@ -275,15 +274,6 @@ def _host_port(value: str, where: str) -> tuple[str, int]:
     if not separator or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ConfigError(where, f"{value!r} is not host:port")
     return host.strip("[]"), int(port)
-
-
-def _otlp(endpoint: str) -> tuple[str, int] | None:
-    if not endpoint:
-        return None
-    parts = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")
-    if not parts.hostname:
-        raise ConfigError("mesh.otlp_endpoint", f"{endpoint!r} names no host")
-    return parts.hostname, parts.port or OTLP_PORT
 
 
 def _is_address(host: str) -> bool:

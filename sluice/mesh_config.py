@@ -14,12 +14,21 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from sluice.config import ConfigError, load, section, setting
 
 INSTANCES_MAX = 64
+PORT_MAX = 65_535
+OTLP_PORT = 4317
+# Every table that some process reads. A test holds it against what the services declare.
+TABLES = ("mesh", "local", "envoy", "scheduler", "execution", "inference", "state", "instance")
+_RUNTIME_LINE = re.compile(r"""^\s*runtime_dir\s*=\s*["']([^"'\n]+)["']""", re.MULTILINE)
+# A host name or an IPv4 address; an IPv6 address has lost its brackets by then.
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 # Tables of an [[instance]] that are resolved here and that no service reads.
 _DEVICE_TABLES = ("cpu", "gpu")
@@ -60,6 +69,9 @@ class MeshSettings:
     metric_interval_s: float = setting(
         10.0, unit="s", ge=1.0, le=300.0, help="How often metrics are exported."
     )
+
+    def __post_init__(self) -> None:
+        otlp_address(self.otlp_endpoint)
 
 
 @section("local")
@@ -142,7 +154,19 @@ class MeshFile:
         if variable in self.environ:
             return parse_address(self.environ[variable], variable)
         table = _mapping(self.document.get(section, {}), section)
-        return self._shifted(parse_address(table.get(field, default), f"{section}.{field}"))
+        where = f"{section}.{field}"
+        return self._shifted(parse_address(table.get(field, default), where), where)
+
+    def shifted(self, port: int, where: str) -> int:
+        """`port`, the value of `where`, plus the offset. Raises ConfigError."""
+        moved = port + self.local.port_offset
+        if moved > PORT_MAX:
+            raise ConfigError(
+                "local.port_offset",
+                f"{self.local.port_offset} moves {where} from port {port} to {moved};"
+                f" permitted: 0 to {PORT_MAX - port}",
+            )
+        return moved
 
     def number(self, section: str, field: str, default: float) -> float:
         """A number in a service's section. The service checks its range."""
@@ -169,7 +193,21 @@ class MeshFile:
         if count is not None:
             entries = _multiplied(entries, count)
         _check_unique(entries)
+        self._check_defaults(entries)
         return tuple(entries)
+
+    def _check_defaults(self, entries: list[Instance]) -> None:
+        """A default that nobody serves would refuse every request that names no model."""
+        table = _mapping(self.document.get("scheduler", {}), "scheduler")
+        served = {name for one in entries for name in (one.model, *one.aliases)}
+        for field in ("default_model", "default_embedding_model"):
+            default = self.environ.get(f"SLUICE_SCHEDULER_{field.upper()}", table.get(field))
+            if default and default not in served:
+                raise ConfigError(
+                    f"scheduler.{field}",
+                    f"{default!r} is served by no [[instance]]; served: "
+                    + ", ".join(sorted(served)),
+                )
 
     def _instance(
         self, entry: Mapping[str, object], index: int, device: Device, engine: Engine | None
@@ -214,10 +252,11 @@ class MeshFile:
         variable = f"SLUICE_ADDRESS_{name.upper().replace('-', '_')}"
         if variable in self.environ:
             return parse_address(self.environ[variable], variable)
-        return self._shifted(parse_address(table.get("address"), f"{where}.address"))
+        where = f"{where}.address"
+        return self._shifted(parse_address(table.get("address"), where), where)
 
-    def _shifted(self, address: Address) -> Address:
-        return Address(address.host, address.port + self.local.port_offset)
+    def _shifted(self, address: Address, where: str) -> Address:
+        return Address(address.host, self.shifted(address.port, where))
 
 
 def read(path: Path, environ: Mapping[str, str]) -> MeshFile:
@@ -229,6 +268,7 @@ def read(path: Path, environ: Mapping[str, str]) -> MeshFile:
         raise ConfigError(str(path), "there is no such file; --config names another") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(str(path), str(error)) from None
+    _check_tables(document)
     return MeshFile(
         path=path,
         mesh=load(MeshSettings, "mesh", path=path, environ=environ),
@@ -238,15 +278,65 @@ def read(path: Path, environ: Mapping[str, str]) -> MeshFile:
     )
 
 
+def runtime_folder(path: Path, environ: Mapping[str, str]) -> Path:
+    """Where the runtime folder is, also of a file that is wrong elsewhere. Raises ConfigError when
+    there is no file."""
+    path = path.absolute()
+    named = environ.get("SLUICE_MESH_RUNTIME_DIR")
+    if not named:
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise ConfigError(str(path), f"cannot be read ({error.strerror})") from None
+        named = _runtime_dir(text) or str(MeshSettings().runtime_dir)
+    return (path.parent / Path(named).expanduser()).resolve()
+
+
+def _runtime_dir(text: str) -> str | None:
+    try:
+        mesh = tomllib.loads(text).get("mesh")
+    except tomllib.TOMLDecodeError:
+        # No other section has a setting of this name.
+        found = _RUNTIME_LINE.search(text)
+        return found.group(1) if found else None
+    named = mesh.get("runtime_dir") if isinstance(mesh, Mapping) else None
+    return named if isinstance(named, str) else None
+
+
 def parse_address(value: object, where: str) -> Address:
     """`host:port` as an Address; an IPv6 host stands in brackets. Raises ConfigError naming
     `where`.
     """
     text = _text(value, where)
     host, separator, port = text.rpartition(":")
-    if not separator or not host or not port.isdecimal() or not 1 <= int(port) <= 65_535:
-        raise ConfigError(where, f"{text!r} must be host:port with a port of 1 to 65535")
+    if not separator or not host or not port.isdecimal() or not 1 <= int(port) <= PORT_MAX:
+        raise ConfigError(where, f"{text!r} must be host:port with a port of 1 to {PORT_MAX}")
     return Address(host, int(port))
+
+
+def otlp_address(endpoint: str) -> Address | None:
+    """The collector of `mesh.otlp_endpoint`; None when it is empty. Raises ConfigError."""
+    if not endpoint:
+        return None
+    try:
+        parts = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")
+        address = Address(parts.hostname or "", parts.port or OTLP_PORT)
+        plain = not (parts.username or parts.path.strip("/") or parts.query or parts.fragment)
+        good = plain and parts.scheme in ("", "http", "https") and _HOST.fullmatch(address.host)
+    except ValueError:  # a port that is no number, a bracket that is not closed
+        good = None
+    if not good:
+        raise ConfigError(
+            "mesh.otlp_endpoint", f"{endpoint!r} must be host:port or http(s)://host:port"
+        )
+    return address
+
+
+def _check_tables(document: Mapping[str, object]) -> None:
+    for name in document:
+        if name not in TABLES:
+            near = get_close_matches(name, TABLES, n=1, cutoff=0.0)[0]
+            raise ConfigError(name, f"there is no such section; did you mean [{near}]?")
 
 
 def _entries(document: Mapping[str, object]) -> list[Mapping[str, object]]:
@@ -267,6 +357,8 @@ def _multiplied(entries: list[Instance], count: int) -> list[Instance]:
         raise ConfigError("instances", f"{count} is out of range; permitted: 1 to {most}")
     stem = re.sub(r"-\d+$", "", first.name)
     port = max(entry.address.port for entry in entries)
+    if port + count - 1 > PORT_MAX:
+        raise ConfigError("instances", f"{count} need ports up to {port + count - 1}")
     copies = []
     for number in range(1, count):
         name, address = f"{stem}-{number}", Address(first.address.host, port + number)

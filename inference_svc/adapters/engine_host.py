@@ -7,12 +7,14 @@ and is told of changes by callbacks.
 Failures: an engine that cannot start or that stops being healthy is closed and made anew after a
 pause; after :data:`FAILURES_MAX` failures without :data:`SOUND_S` of service between them `run`
 raises, and the process ends so that its supervisor starts a clean one. A new incarnation has a new
-epoch; frame streams of an older one are ended, since what ran on them is gone.
+epoch; frame streams of an older one are ended, since what ran on them is gone. A ValueError at the
+first start, which a validation of settings is too, is not tried again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 
 from inference_svc.domain.credit import Room
@@ -29,10 +31,16 @@ SOUND_S = 60.0
 PAUSE_S = 1.0  # before the first replacement; doubles
 CLOSE_S = 35.0  # an engine closes within 30 s
 NOT_READY_RETRY_S = 1.0
+REFUSAL_CHARS_MAX = 500
 
 
 class EngineFailedError(Exception):
     """The engine cannot be kept running in this process."""
+
+
+class EngineRefusedError(Exception):
+    """The engine cannot start with its settings; the text says in one line what is wrong with
+    them."""
 
 
 class EngineHost:
@@ -112,7 +120,8 @@ class EngineHost:
             self._tell()
 
     async def run(self) -> None:
-        """Keeps the engine running until cancelled. Raises EngineFailedError to give up."""
+        """Keeps the engine running until cancelled. Raises EngineFailedError to give up, and
+        EngineRefusedError when another attempt would end the same way."""
         loop = asyncio.get_running_loop()
         failures = 0
         while True:
@@ -137,6 +146,10 @@ class EngineHost:
             description = self._engine.describe()
         except Exception as error:
             log.failure("the engine did not start", error)
+            # An engine that has served once has settings that it can start with.
+            if isinstance(error, ValueError) and self.epoch == 0:
+                await self.close()
+                raise EngineRefusedError(refusal(error)) from error
             return False
         self._up = True
         self.description = description
@@ -179,3 +192,19 @@ class EngineHost:
     def _tell(self) -> None:
         for callback in list(self._watchers.values()):
             callback()
+
+
+def refusal(error: ValueError) -> str:
+    """What a validation found, in one line of at most :data:`REFUSAL_CHARS_MAX` characters.
+
+    Several lines are a headline, then field and finding of each fault; a finding ends with the
+    rejected values, which can be thousands of characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    for above, line in itertools.pairwise(lines):
+        finding, mark, _ = line.partition(" [type=")
+        if mark:
+            field = "" if above == lines[0] else f"{above}: "
+            return f"{field}{finding.removeprefix('Value error, ')}"[:REFUSAL_CHARS_MAX]
+    return lines[0][:REFUSAL_CHARS_MAX]

@@ -31,6 +31,7 @@ from sluice.command.cli_support import (
     config_file,
     errors,
     fail_line,
+    run_paths,
     screen,
     status_of,
 )
@@ -130,9 +131,8 @@ def up(
 def down(config: ConfigOption = None) -> None:
     """Stop the mesh. No process is left; harmless when nothing runs."""
     from sluice.command import shutdown
-    from sluice.command.run_files import RunPaths
 
-    paths = RunPaths(config_file(config).runtime_dir)
+    paths = run_paths(config)
     display = screen()
     result = shutdown.stop(paths, display.say)
     display.stopped(result, paths)

@@ -18,6 +18,7 @@ from sluice.command.cli_support import (
     config_file,
     errors,
     output,
+    run_paths,
 )
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 LOG_LINES: Final = 40
 FOLLOW_POLL_S: Final = 0.3
-_LOG_FIELDS: Final = ("time", "level", "service", "message")
 
 
 def show(app: typer.Typer) -> None:
@@ -41,7 +41,7 @@ def status(config: ConfigOption = None) -> None:
     """Show processes (pid, uptime, restarts, memory, health) and instances (load)."""
     from sluice.command.status_view import instance_table, process_table, read_status
 
-    seen = read_status(config_file(config))
+    seen = read_status(run_paths(config))
     if not seen.running:
         output().print("No mesh is running; `sluice up` starts one.")
         raise typer.Exit(EXIT_NO_MESH)
@@ -67,9 +67,8 @@ def logs(
 ) -> None:
     """Show what the processes wrote."""
     from sluice.command.log_files import size_of, tail
-    from sluice.command.run_files import RunPaths
 
-    paths = RunPaths(config_file(config).runtime_dir)
+    paths = run_paths(config)
     files = _log_files(paths, name)
     ends = {path: size_of(path) for path in files}
     for path, end in ends.items():
@@ -161,25 +160,9 @@ def _follow(ends: Mapping[Path, int]) -> Iterator[tuple[Path, str]]:
 
 def _print_line(path: Path, line: str, prefixed: bool, raw: bool) -> None:
     from sluice.command.log_files import printable
+    from sluice.command.log_lines import readable
 
     text = line if raw else readable(line)
     if sys.stdout.isatty():
         text = printable(text)
     typer.echo(f"{path.stem:<12} {text}" if prefixed else text)
-
-
-def readable(line: str) -> str:
-    """A structured line as `time LEVEL message key=value ...`; any other line as it is."""
-    if not line.startswith("{"):
-        return line
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return line
-    if not isinstance(entry, dict) or "message" not in entry:
-        return line
-    rest = " ".join(
-        f"{key}={value}" for key, value in entry.items() if key not in _LOG_FIELDS and value
-    )
-    head = f"{entry.get('time', '')} {str(entry.get('level', '')).upper():<7} {entry['message']}"
-    return f"{head}  {rest}".rstrip()

@@ -20,6 +20,7 @@ from sluice.errors import Code, SluiceError
 
 if TYPE_CHECKING:
     from sluice.command.client import MeshClient
+    from sluice.command.run_files import RunPaths
     from sluice.command.up_screen import UpScreen
     from sluice.mesh_config import MeshFile
 
@@ -53,10 +54,30 @@ def config_file(path: Path | None) -> MeshFile:
     """The configuration: `path`, else SLUICE_CONFIG, else in this folder, else beside the code."""
     from sluice.mesh_config import read
 
+    return read(_config_path(path), os.environ)
+
+
+def run_paths(path: Path | None) -> RunPaths:
+    """The files of the mesh that the configuration names. What is wrong in it is a warning: a mesh
+    that runs must be seen and stopped whatever became of its configuration."""
+    from sluice.command.run_files import RunPaths
+    from sluice.mesh_config import runtime_folder
+
+    if path is not None and not path.exists():
+        config_file(path)  # refuses: a file that was named by hand is a slip
+    paths = RunPaths(runtime_folder(_config_path(path), os.environ))
+    try:
+        config_file(path)
+    except ConfigError as error:
+        warn_line(f"{error}; going on with what {paths.run} says")
+    return paths
+
+
+def _config_path(path: Path | None) -> Path:
     chosen = path or config_path() or Path(_CONFIG_NAME)
     if path is None and config_path() is None and not chosen.is_file():
         chosen = Path(__file__).resolve().parents[2] / _CONFIG_NAME
-    return read(chosen, os.environ)
+    return chosen
 
 
 def output() -> Console:
@@ -81,22 +102,44 @@ def fail_line(text: str) -> None:
     errors().print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
 
 
+def warn_line(text: str) -> None:
+    """One `warning:` line."""
+    errors().print(Text.assemble(("warning: ", "yellow"), text), soft_wrap=True)
+
+
 def open_client(config: Path | None, endpoint: str, key_file: Path | None) -> MeshClient:
-    """A client of the configured mesh. The key comes from `key_file`, else from SLUICE_API_KEY,
-    else from the runtime folder."""
-    from sluice import edge
+    """A client of the mesh that runs in the configured runtime folder, else of the one that the
+    configuration describes. The key comes from `key_file`, else from SLUICE_API_KEY, else from the
+    runtime folder."""
     from sluice.command.client import MeshClient
     from sluice.command.first_files import api_key_path
 
-    file = config_file(config)
-    if not endpoint:
-        settings = edge.load_settings(file.path, edge.Target.LOCAL, file.environ)
-        offset = 0 if "SLUICE_ENVOY_PORT" in file.environ else file.local.port_offset
-        endpoint = f"{settings.host}:{settings.port + offset}"
     key = "" if key_file else os.environ.get("SLUICE_API_KEY", "")
-    if not key:
-        key = read_key(key_file or api_key_path(file.runtime_dir))
-    return MeshClient(endpoint, key)
+    if not endpoint or not (key or key_file):
+        paths = run_paths(config)
+        endpoint = endpoint or _running_endpoint(paths) or _configured_endpoint(config)
+        key_file = key_file or api_key_path(paths.runtime)
+    return MeshClient(endpoint, key or read_key(key_file or Path()))
+
+
+def _running_endpoint(paths: RunPaths) -> str:
+    """Envoy's address in the mesh that runs; empty when none does."""
+    from sluice.command import processes
+    from sluice.command.run_files import SUPERVISOR, read_record
+
+    envoy, supervisor = read_record(paths.record("envoy")), read_record(paths.record(SUPERVISOR))
+    # Envoy itself may be between two starts.
+    runs = any(one and processes.is_alive(one.identity) for one in (envoy, supervisor))
+    return envoy.ports.get("http", "") if envoy and runs else ""
+
+
+def _configured_endpoint(config: Path | None) -> str:
+    from sluice import edge
+
+    file = config_file(config)
+    settings = edge.load_settings(file.path, edge.Target.LOCAL, file.environ)
+    own = "SLUICE_ENVOY_PORT" in file.environ
+    return f"{settings.host}:{settings.port if own else file.shifted(settings.port, 'envoy.port')}"
 
 
 def read_key(path: Path) -> str:

@@ -33,6 +33,9 @@ _OPTIONS: Final = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
 )
+# The mesh says what it means with details. Without them these are what the library makes of a
+# stream that was reset, as when a scheduler dies in the middle of an answer.
+_BROKEN: Final = (Code.INTERNAL, Code.UNKNOWN)
 CALL_TIMEOUT_S: Final = 15.0
 ADMIN_TIMEOUT_S: Final = 5.0
 
@@ -41,7 +44,7 @@ class MeshClient:
     """One connection to Envoy. Use as a context manager."""
 
     def __init__(self, endpoint: str, key: str) -> None:
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._channel = grpc.insecure_channel(endpoint, options=_OPTIONS)
         self._scheduler = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
         self._admin = admin_pb2_grpc.SchedulerAdminServiceStub(self._channel)
@@ -120,7 +123,13 @@ class MeshClient:
         code = Code(call.code().value[0])
         if code is Code.UNAVAILABLE and "failed to connect" in (call.details() or "").lower():
             return UnreachableError(
-                f"nothing answers at {self._endpoint}: is the mesh running (`sluice status`)?"
+                f"nothing answers at {self.endpoint}: is the mesh running (`sluice status`)?"
+            )
+        if code in _BROKEN:
+            return SluiceError(
+                Code.UNAVAILABLE,
+                "CONNECTION_BROKEN",
+                "The connection to the mesh broke mid-answer; ask again.",
             )
         return foreign(code)
 

@@ -43,15 +43,16 @@ def size_of(path: Path) -> int:
         return 0
 
 
-def tail(path: Path, lines: int, end: int | None = None) -> list[str]:
+def tail(path: Path, lines: int, end: int | None = None, begin: int = 0) -> list[str]:
     """The last `lines` lines, at most 256 KiB of them; empty when there is no file.
 
-    `end` is where the file ended for the caller: who goes on from there misses nothing.
+    `end` is where the file ended for the caller: who goes on from there misses nothing. What stood
+    before `begin` is left out, unless the file was rotated since.
     """
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2) if end is None else end
-            start = max(0, size - TAIL_BYTES_MAX)
+            start = max(0, size - TAIL_BYTES_MAX, begin if begin <= size else 0)
             file.seek(start)
             text = file.read(size - start).decode("utf-8", "replace")
     except FileNotFoundError:

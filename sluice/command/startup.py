@@ -20,7 +20,8 @@ from typing import Final
 from sluice import edge
 from sluice.command import first_files, mesh_state, preflight, processes, shutdown
 from sluice.command.failures import NotReadyError, StartError
-from sluice.command.log_files import tail
+from sluice.command.log_files import size_of, tail
+from sluice.command.log_lines import cause
 from sluice.command.mark import MARK_VARIABLE, mark_of
 from sluice.command.progress import Progress
 from sluice.command.readiness import Watcher
@@ -39,7 +40,8 @@ from sluice.command.up_screen import UpScreen
 from sluice.mesh_config import Engine, MeshFile
 
 SUPERVISOR_START_S: Final = 15.0
-LOG_TAIL_LINES: Final = 25
+LOG_TAIL_LINES: Final = 12
+CAUSE_LINES: Final = 1_000
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -127,8 +129,7 @@ def _attach(
         with Watcher.open(topology, paths) as watcher, Progress(screen.console) as progress:
             watcher.wait(options.ready_timeout_s, progress.show)
     except NotReadyError as error:
-        screen.failed(error.reason)
-        _show_log(paths, error.process, screen)
+        _show_failure(paths, error, screen, {})
         return EXIT_FAILED
     screen.how_to(topology, paths)
     return EXIT_OK
@@ -168,16 +169,17 @@ def _start(
     api_key: str,
 ) -> int:
     screen.starting(topology)
+    # What an earlier run wrote must not be shown as this one's.
+    begins = {one: size_of(one) for one in paths.logs.glob("*.log")}
     try:
         _start_supervisor(file, paths)
         with Watcher.open(topology, paths) as watcher, Progress(screen.console) as progress:
             watcher.wait(options.ready_timeout_s, progress.show)
         if options.question and not screen.ask(topology, api_key):
-            _show_log(paths, "scheduler", screen)
+            _show_log(paths, "scheduler", screen, begins)
             return _clean_up(paths, screen, EXIT_FAILED)
     except NotReadyError as error:
-        screen.failed(error.reason)
-        _show_log(paths, error.process or SUPERVISOR, screen)
+        _show_failure(paths, error, screen, begins)
         return _clean_up(paths, screen, EXIT_FAILED)
     except BaseException:
         # Ctrl-C, SIGTERM, a fault of our own: nothing may be left behind by any of them.
@@ -225,9 +227,19 @@ def _clean_up(paths: RunPaths, screen: UpScreen, status: int) -> int:
     return status
 
 
-def _show_log(paths: RunPaths, name: str, screen: UpScreen) -> None:
-    if name:
-        screen.log_tail(paths.log(name), tail(paths.log(name), LOG_TAIL_LINES))
+def _show_failure(
+    paths: RunPaths, error: NotReadyError, screen: UpScreen, begins: Mapping[Path, int]
+) -> None:
+    """What went wrong, with the process's own last word about it."""
+    log = paths.log(error.process or SUPERVISOR)
+    why = cause(tail(log, CAUSE_LINES, begin=begins.get(log, 0))) if error.process else ""
+    screen.failed(f"{error.reason}: {why}" if why else error.reason)
+    _show_log(paths, error.process or SUPERVISOR, screen, begins)
+
+
+def _show_log(paths: RunPaths, name: str, screen: UpScreen, begins: Mapping[Path, int]) -> None:
+    log = paths.log(name)
+    screen.log_tail(log, tail(log, LOG_TAIL_LINES, begin=begins.get(log, 0)))
 
 
 def _program(name: str) -> str:

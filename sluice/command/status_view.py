@@ -25,7 +25,7 @@ from sluice.command.run_files import SUPERVISOR, Plan, Record, RunPaths
 from sluice.command.topology import MIB
 from sluice.errors import SluiceError
 from sluice.inference.v1 import inference_pb2, inference_pb2_grpc, load_pb2
-from sluice.mesh_config import Address, MeshFile, parse_address
+from sluice.mesh_config import Address, parse_address
 
 ASK_TIMEOUT_S: Final = 3.0
 _INFERENCE_MODULE: Final = "inference_svc.main"
@@ -74,9 +74,8 @@ class StatusSeen:
         return any(one.simulated for one in self.instances)
 
 
-def read_status(file: MeshFile) -> StatusSeen:
+def read_status(paths: RunPaths) -> StatusSeen:
     """Asks everything once."""
-    paths = RunPaths(file.runtime_dir)
     state = mesh_state.look(paths)
     records = [one for name, one in state.records.items() if name != SUPERVISOR]
     if not state.supervised and not state.strays:

@@ -240,7 +240,7 @@ def _edge_settings(config: MeshFile, place: Place, scheduler: Address) -> EnvoyS
 
     def shifted(field: str, port: int) -> int:
         own = f"SLUICE_ENVOY_{field.upper()}" in config.environ
-        return port if own else port + config.local.port_offset
+        return port if own else config.shifted(port, f"envoy.{field}")
 
     settings = replace(
         settings,

@@ -19,6 +19,7 @@ from sluice.command.client import MeshClient
 from sluice.command.failures import UnreachableError, one_line
 from sluice.command.first_files import api_key_path
 from sluice.command.log_files import printable
+from sluice.command.log_lines import readable
 from sluice.command.run_files import RunPaths
 from sluice.command.shutdown import Stopped
 from sluice.command.topology import Topology
@@ -26,6 +27,7 @@ from sluice.errors import SluiceError
 from sluice.mesh_config import Engine
 
 SIMULATED = "SIMULATED"
+LOG_CHARS_MAX = 400
 # What stands between these can be copied into a shell as it is.
 CALLS_START = "KEY="
 CALLS_END = "PYTHON\n"
@@ -145,7 +147,9 @@ class UpScreen:
             return
         self._errors.print(Text(f"--- the last lines of {path}", style="dim"), soft_wrap=True)
         for line in lines:
-            self._errors.print(Text(printable(line)), soft_wrap=True)
+            text = printable(readable(line))
+            shown = text if len(text) <= LOG_CHARS_MAX else f"{text[: LOG_CHARS_MAX - 4]} ..."
+            self._errors.print(Text(shown), soft_wrap=True)
         self._errors.print(Text("---", style="dim"))
 
     def _piece(self, text: str) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
 import pytest
 
 from sluice.command.cli import run
-from sluice.command.cli_support import status_of
+from sluice.command.cli_support import EXIT_BUSY, status_of
+from sluice.command.client import MeshClient
 from sluice.command.failures import NotReadyError, StartError, UnreachableError, one_line
 from sluice.config import ConfigError
 from sluice.errors import Code, FieldViolation, QuotaViolation, SluiceError
+from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
 
 
 def test_the_line_holds_code_reason_field_quota_and_retry_delay() -> None:
@@ -72,3 +78,28 @@ def test_wrong_use_is_a_line_and_not_a_traceback(
 ) -> None:
     assert run(arguments, {}) == status
     assert "Traceback" not in capsys.readouterr().err
+
+
+class _Reset(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Ends as the library says that a peer vanished in the middle of an answer."""
+
+    def Generate(
+        self, request: generate_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[generate_pb2.GenerateResponse]:
+        yield generate_pb2.GenerateResponse()
+        context.abort(grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2")
+
+
+def test_a_stream_that_is_reset_says_that_the_connection_broke() -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(_Reset(), server)  # type: ignore[abstract]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with MeshClient(f"127.0.0.1:{port}", "k") as client:
+            answer = client.generate(generate_pb2.GenerateRequest(prompt="x"), 5.0)
+            with pytest.raises(SluiceError, match="broke mid-answer; ask again") as caught:
+                list(answer)
+    finally:
+        server.stop(None)
+    assert status_of(caught.value) == EXIT_BUSY

@@ -6,8 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from sluice.command import settings_page
 from sluice.config import ConfigError
-from sluice.mesh_config import Address, Device, Engine, MeshFile, parse_address, read
+from sluice.mesh_config import (
+    TABLES,
+    Address,
+    Device,
+    Engine,
+    MeshFile,
+    otlp_address,
+    parse_address,
+    read,
+)
 
 COMMITTED = Path(__file__).resolve().parents[3] / "sluice.toml"
 ENTRY = """
@@ -144,3 +154,68 @@ def test_every_line_of_the_committed_file_that_sets_something_is_commented() -> 
     for line in lines[:start]:
         if "=" in line and not line.startswith("#"):
             assert "#" in line, line
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("evnoy", "envoy"), ("meshes", "mesh"), ("instances", "instance"), ("Local", "local")],
+)
+def test_a_section_that_nobody_reads_is_refused_and_the_nearest_is_named(
+    tmp_path: Path, name: str, near: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}: .*\[{near}\]"):
+        made(tmp_path, f"{ENTRY}\n[{name}]\nport = 1\n")
+
+
+def test_every_section_that_a_process_declares_is_known() -> None:
+    declared = {info.section.split(".")[0] for info in settings_page.declared()}
+    assert declared <= set(TABLES)
+
+
+def test_an_offset_that_moves_a_port_out_of_range_is_refused(tmp_path: Path) -> None:
+    entry = ENTRY.replace(":1000", ":50082")
+    with pytest.raises(ConfigError, match=r"local\.port_offset.*instance\[0\].*50082.*70082"):
+        made(tmp_path, entry, SLUICE_LOCAL_PORT_OFFSET="20000").instances(Device.CPU)
+    file = made(tmp_path, entry, SLUICE_LOCAL_PORT_OFFSET="20000")
+    with pytest.raises(ConfigError, match=r"local\.port_offset.*scheduler\.bind"):
+        file.bind("scheduler", "bind", "127.0.0.1:50051")
+
+
+def test_copies_of_an_instance_get_no_port_that_does_not_exist(tmp_path: Path) -> None:
+    entry = ENTRY.replace(":1000", ":65535")
+    with pytest.raises(ConfigError, match="65536"):
+        made(tmp_path, entry).instances(Device.CPU, Engine.SIMULATED, 2)
+
+
+@pytest.mark.parametrize("field", ["default_model", "default_embedding_model"])
+def test_a_default_that_no_instance_serves_is_refused(tmp_path: Path, field: str) -> None:
+    entry = ENTRY.replace('model = "m"', 'model = "m"\naliases = ["n"]')
+    for name in ("m", "n", ""):
+        made(tmp_path, f'{entry}\n[scheduler]\n{field} = "{name}"\n').instances(Device.CPU)
+    with pytest.raises(ConfigError, match=rf"scheduler\.{field}: 'x'.*served: m, n"):
+        made(tmp_path, f'{entry}\n[scheduler]\n{field} = "x"\n').instances(Device.CPU)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "address"),
+    [
+        ("", None),
+        ("collector:1234", Address("collector", 1234)),
+        ("http://127.0.0.1:4317", Address("127.0.0.1", 4317)),
+        ("https://otel.example.org", Address("otel.example.org", 4317)),
+        ("[::1]:5", Address("::1", 5)),
+    ],
+)
+def test_a_collector_is_an_address_or_a_url(endpoint: str, address: Address | None) -> None:
+    assert otlp_address(endpoint) == address
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["not a url", "ftp://x:1", "x:y", "http://x:1/path", "http://", "[::1", "a b:1", "x:99999"],
+)
+def test_what_names_no_collector_is_refused_when_the_file_is_read(
+    tmp_path: Path, endpoint: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"mesh\.otlp_endpoint"):
+        made(tmp_path, f'[mesh]\notlp_endpoint = "{endpoint}"\n')

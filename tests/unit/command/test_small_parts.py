@@ -12,8 +12,8 @@ import pytest
 
 from sluice.command import first_files, log_files
 from sluice.command.backoff import CAP_S, FIRST_S, STABLE_S, Backoff
-from sluice.command.cli_show import readable
 from sluice.command.failures import StartError
+from sluice.command.log_lines import readable
 from sluice.command.run_files import (
     Plan,
     Record,

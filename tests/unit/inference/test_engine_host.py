@@ -6,7 +6,15 @@ import asyncio
 
 import pytest
 
-from inference_svc.adapters.engine_host import FAILURES_MAX, SOUND_S, EngineFailedError, EngineHost
+from inference_svc.adapters.engine_host import (
+    FAILURES_MAX,
+    REFUSAL_CHARS_MAX,
+    SOUND_S,
+    EngineFailedError,
+    EngineHost,
+    EngineRefusedError,
+    refusal,
+)
 from inference_svc.domain.credit import Room
 from sluice.clock import run_virtual
 from sluice.errors import Code, SluiceError
@@ -112,3 +120,63 @@ def test_failures_far_apart_are_not_added_up() -> None:
         await host.close()
 
     run_virtual(body())
+
+
+def test_settings_that_the_engine_refuses_are_not_tried_again() -> None:
+    async def body() -> None:
+        made: list[FakeEngine] = []
+
+        def make() -> FakeEngine:
+            made.append(FakeEngine(start_error=ValueError("max_model_len is too long")))
+            return made[-1]
+
+        with pytest.raises(EngineRefusedError, match="max_model_len is too long"):
+            await EngineHost(make).run()
+        assert [engine.closed for engine in made] == [1]
+
+    run_virtual(body())
+
+
+def test_a_value_error_after_the_engine_has_served_is_tried_again() -> None:
+    async def body() -> None:
+        engines = [FakeEngine(), FakeEngine(start_error=ValueError("odd")), FakeEngine()]
+        made = list(engines)
+        host = EngineHost(lambda: made.pop(0))
+        keeper = asyncio.create_task(host.run())
+        await asyncio.sleep(1.0)
+        engines[0].crash()
+        await asyncio.sleep(10.0)
+        assert is_serving(host)
+        assert not made
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+        await host.close()
+
+    run_virtual(body())
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("no such model", "no such model"),
+        ("", "ValueError"),
+        (
+            (
+                "1 validation error for ModelConfig\n  Value error, Invalid folder: '/x'"
+                " [type=value_error, input_value=ArgsKwargs((), {...}), input_type=ArgsKwargs]\n"
+                "    For further information visit https://example.org"
+            ),
+            "Invalid folder: '/x'",
+        ),
+        (
+            (
+                "1 validation error for CacheConfig\nblock_size\n  Input should be 8, 16 or 32"
+                " [type=literal_error, input_value=7, input_type=int]"
+            ),
+            "block_size: Input should be 8, 16 or 32",
+        ),
+        ("x" * 3_000, "x" * REFUSAL_CHARS_MAX),
+    ],
+)
+def test_what_the_engine_found_wrong_is_one_line(said: str, shown: str) -> None:
+    assert refusal(ValueError(said)) == shown
