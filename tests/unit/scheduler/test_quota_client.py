@@ -85,7 +85,6 @@ def test_a_tenant_without_limits_never_asks(run_virtual: Run) -> None:
 
 
 def test_a_reservation_is_settled_once_and_comes_back(run_virtual: Run) -> None:
-    """Mutant: settling twice gives back twice."""
 
     async def scenario() -> None:
         wire = Wire()
@@ -107,7 +106,7 @@ def test_a_reservation_is_settled_once_and_comes_back(run_virtual: Run) -> None:
 
 
 def test_who_is_cancelled_while_waiting_keeps_nothing(run_virtual: Run) -> None:
-    """Mutants: give_up only forgets the waiter; a grant that nobody waits for stays open."""
+    """Mutant: neither account nor client releases a grant that nobody waits for."""
 
     async def scenario() -> None:
         wire = Wire()
@@ -186,7 +185,7 @@ def test_an_outage_costs_the_first_a_bounded_wait_and_the_others_none(
 def test_busy_tenants_reserve_without_asking_and_idle_ones_give_everything_back(
     run_virtual: Run,
 ) -> None:
-    """Mutants: leases are never renewed; every exchange takes one; an idle lease is
+    """Mutants: every exchange takes one; an idle lease is
     kept."""
 
     async def scenario() -> None:
