@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scheduler_svc.domain.model import PriorityClass
+from scheduler_svc.domain.placement import POLICIES
 from sluice.config import section, setting
 
 
@@ -41,6 +42,14 @@ class SchedulerConfig:
     )
     aliases: tuple[str, ...] = setting(
         (), le=1024, help="Further names of models: alias=model each."
+    )
+    placement: str = setting(
+        "least_work",
+        choices=tuple(POLICIES),
+        help="Policy that chooses the instance; weighted and prefix_affinity look at prefixes.",
+    )
+    prefix_index_mib: int = setting(
+        128, unit="MiB", ge=1, le=65536, help="Memory of the prefix index, if the policy has one."
     )
     drain_grace_s: float = setting(
         120.0, unit="s", ge=0.0, le=3600.0, help="Longest wait for open requests at shutdown."

@@ -21,6 +21,7 @@ from typing import Final
 from scheduler_svc.adapters.execution_link import ExecutionLink, choose_link
 from scheduler_svc.adapters.lane import Lane, Slot
 from scheduler_svc.adapters.live_request import LiveRequest
+from scheduler_svc.adapters.prefixes import PrefixReader
 from scheduler_svc.domain.flush import FlushBudget
 from scheduler_svc.domain.model import (
     Abort,
@@ -85,6 +86,7 @@ class Gate:
         """``write_limit_s``: a client's write that takes longer ends the request as
         slow_consumer."""
         self.domain = domain
+        self._prefixes = PrefixReader()
         self._write_limit_s = write_limit_s
         self.flush = flush
         self.links: list[ExecutionLink] = []
@@ -105,6 +107,7 @@ class Gate:
     def admit(self, live: LiveRequest) -> None:
         """Queues a request. Its end, whatever it is, arrives at ``live``; :meth:`leave` follows."""
         ticket = live.ticket
+        ticket.prefix = self._prefixes.read(live.work, self.domain.prefix_block(ticket.model))
         self.flush.open(ticket.priority_class)
 
         def submit(now: float) -> None:

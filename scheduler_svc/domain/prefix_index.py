@@ -32,6 +32,9 @@ MATCH_BLOCKS_MIN: Final = 2
 """A match of fewer blocks does not count: the first block is often the same for everybody (in the
 Mooncake conversation trace all requests share it) and would pull all to one place."""
 
+PROBED_ALL: Final = 32
+PROBED_EVERY: Final = 4
+
 TICKS_PER_S: Final = 16  # resolution of the last use; 32 bits last 8 years
 _GENERATION_BITS: Final = 32
 
@@ -86,22 +89,28 @@ class PrefixIndex:
 
     def match(self, hashes: Hashes, rows: int, now: float) -> Blocks | None:
         """Blocks at the beginning of the prompt that each of the first ``rows`` rows should have in
-        its cache; 0 below ``MATCH_BLOCKS_MIN``. ``None``: nobody has any."""
-        levels, places = self._find(hashes)
-        fresh = self._used.reshape(-1)[places] + np.uint32(self._ttl_ticks) >= self._tick(now)
-        if not fresh.any():
-            return None
-        holders = self._holder[places]
-        owners = holders & np.uint32((1 << self._row_bits) - 1)
+        its cache; 0 below ``MATCH_BLOCKS_MIN``. ``None``: nobody has any. Beyond ``PROBED_ALL``
+        blocks it looks at every ``PROBED_EVERY``-th and the last one, so that a long prompt costs
+        little and may be found up to 3 blocks shorter than it is."""
+        probed = _probed(len(hashes))
+        found, places = self._find(hashes[probed])
+        levels = probed[found]
+        counts = self._used.reshape(-1)[places] + np.uint32(self._ttl_ticks) >= self._tick(now)
+        counts &= levels >= MATCH_BLOCKS_MIN - 1
+        levels, places = levels[counts], places[counts]
+        known = self._holder[places].reshape(-1)
+        where = known.nonzero()[0]  # most places have few holders
+        holders = known[where]
+        owners = (holders & np.uint32((1 << self._row_bits) - 1)).astype(np.intp)
         held = holders >> np.uint32(self._row_bits) == self._generation[owners]
-        held &= self._sent[owners] - self._sent_at[places] <= self._capacity[owners]
-        held &= (fresh & (levels >= MATCH_BLOCKS_MIN - 1))[:, None]
+        sent_at = self._sent_at[places].reshape(-1)[where]
+        held &= self._sent[owners] - sent_at <= self._capacity[owners]
         held &= owners < rows
         if not held.any():
             return None
         matched: Blocks = np.zeros(rows, np.int32)
-        counts = np.broadcast_to((levels + 1)[:, None], held.shape)[held].astype(np.int32)
-        np.maximum.at(matched, owners[held], counts)
+        blocks = (levels[where[held] // HOLDERS] + 1).astype(np.int32)
+        np.maximum.at(matched, owners[held], blocks)
         return matched
 
     # --- changes -----------------------------------------------------------------------------
@@ -187,3 +196,11 @@ class PrefixIndex:
     @staticmethod
     def _tick(now: float) -> np.uint32:
         return np.uint32(1 + int(now * TICKS_PER_S))
+
+
+def _probed(blocks: int) -> _Places:
+    """Which of so many blocks are looked at, growing."""
+    if blocks <= PROBED_ALL:
+        return np.arange(blocks)
+    some = np.arange(PROBED_ALL + PROBED_EVERY - 1, blocks - 1, PROBED_EVERY)
+    return np.concatenate((np.arange(PROBED_ALL), some, [blocks - 1]))

@@ -196,3 +196,14 @@ def test_more_blocks_in_one_prompt_than_the_index_holds_do_no_harm() -> None:
     assert matched(index, prompt)[0] > 0
     index.note(hashes([]), 0, 0.0)
     assert matched(index, []) == [0] * ROWS
+
+
+def test_a_long_prompt_is_found_whole_and_a_long_beginning_of_it_within_three_blocks() -> None:
+    index = an_index()
+    prompt = some(1, 200)
+    index.note(hashes(prompt), 0, 0.0)
+    for length in range(2, 201):
+        found = matched(index, prompt[:length] + [7] * (length % 13))[0]
+        assert length - 3 <= found <= length
+        assert length > 32 or found == length
+    assert matched(index, prompt)[0] == 200
