@@ -81,7 +81,7 @@ def simulate(
     kinds: Annotated[Path | None, typer.Option(help="TOML file with further kinds of GPU.")] = None,
     slo: Annotated[
         list[str] | None,
-        typer.Option(help="CLASS=TTFT_S:TPOT_FACTOR, may be repeated."),
+        typer.Option(help="CLASS=TTFT_S:TPOT_FACTOR, or a TPOT as in 2:30ms; may be repeated."),
     ] = None,
     policy: Annotated[
         str, typer.Option(help=f"Placement: {', '.join(sorted(POLICIES))}.")

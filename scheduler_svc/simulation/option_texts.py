@@ -70,12 +70,17 @@ def class_slos(texts: Sequence[str]) -> dict[PriorityClass, Slo]:
     slos = dict(SLOS)
     for text in texts:
         name, _, limits = text.partition("=")
-        ttft, _, factor = limits.partition(":")
+        ttft, _, tpot = limits.partition(":")
         cls = priority_class(name)
         try:
-            slos[cls] = Slo(float(ttft), float(factor) if factor else inf)
+            if tpot.endswith("ms"):
+                slos[cls] = Slo(float(ttft), tpot_s=float(tpot.removesuffix("ms")) / 1_000.0)
+            else:
+                slos[cls] = Slo(float(ttft), float(tpot) if tpot else inf)
         except ValueError:
-            raise UsageError(f"--slo: {text!r} is not CLASS=TTFT_S:TPOT_FACTOR") from None
+            raise UsageError(
+                f"--slo: {text!r} is not CLASS=TTFT_S:TPOT_FACTOR or CLASS=TTFT_S:TPOTms"
+            ) from None
     return slos
 
 

@@ -19,12 +19,13 @@ from scheduler_svc.simulation.arrivals import Arrival
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a class promises: the first token within ``ttft_s``, and at most ``tpot_factor`` times
-    the time per output token that a lone request has on the instance that served it. ``inf``: no
-    such promise; a request that finished met it."""
+    """What a class promises: the first token within ``ttft_s``, and a time per output token of at
+    most ``tpot_s``, and at most ``tpot_factor`` times that of a lone request on the instance that
+    served it. ``inf``: no such promise; a request that finished met it."""
 
     ttft_s: float = inf
     tpot_factor: float = inf
+    tpot_s: float = inf
 
 
 SLOS: Mapping[PriorityClass, Slo] = {
@@ -111,7 +112,7 @@ class Recorder:
         if tokens > 1:
             tpot_s = (now - first_s) / (tokens - 1)
             group.tpot_s.append(tpot_s)
-            met = met and tpot_s <= slo.tpot_factor * unloaded_s
+            met = met and tpot_s <= min(slo.tpot_s, slo.tpot_factor * unloaded_s)
         if met:
             group.met += 1
             group.goodput_tokens += tokens

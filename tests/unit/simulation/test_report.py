@@ -13,8 +13,9 @@ from rich.console import Console
 from scheduler_svc.domain.model import Outcome, PriorityClass
 from scheduler_svc.simulation.arrivals import Arrival, Mix, generated
 from scheduler_svc.simulation.kinds import GpuKind, load_kinds
+from scheduler_svc.simulation.option_texts import class_slos
 from scheduler_svc.simulation.plot import plot
-from scheduler_svc.simulation.record import SLOS, Recorder
+from scheduler_svc.simulation.record import SLOS, Recorder, Slo
 from scheduler_svc.simulation.report import jain, make_report, show
 from scheduler_svc.simulation.run import EngineUse, Options, Outcomes, Simulation
 
@@ -52,6 +53,17 @@ def test_goodput_is_the_tokens_of_requests_that_met_their_slo() -> None:
     assert batch["outcomes"] == {"finished": 1, "hopeless": 1}
     assert report["totals"]["slo_attainment"] == pytest.approx(2 / 5)
     assert list(report["classes"]) == ["critical", "batch"]
+
+
+def test_a_tpot_in_milliseconds_holds_on_every_kind() -> None:
+    slos = class_slos(["interactive=2:30ms", "critical=1"])
+    assert slos[PriorityClass.INTERACTIVE] == Slo(2.0, tpot_s=0.03)
+    assert slos[CRITICAL] == Slo(1.0)
+    recorder = Recorder(slos)
+    arrival = Arrival(0.0, "a", PriorityClass.INTERACTIVE, 10, 11)
+    for tpot_s in (0.0299, 0.0301):
+        recorder.finished(arrival, 11, 1.0, 1.0 + 10 * tpot_s, unloaded_s=1.0)
+    assert recorder.group(arrival).met == 1
 
 
 def test_times_are_percentiles_of_what_finished() -> None:
