@@ -38,6 +38,7 @@ from sluice.state.v1.quota_pb2_grpc import QuotaServiceStub
 from sluice.status import from_rpc_error
 
 CALLS_MAX: Final = 4
+DRAIN_POLL_S: Final = 0.01
 STANDSTILL_S: Final = 0.1  # later than that: this process stood still
 IDLE_S: Final = 60.0  # an account that holds nothing is forgotten after this
 
@@ -215,6 +216,20 @@ class QuotaClient:
                     group.create_task(self._exchange(parts))
                 self._forget_idle(now)
                 await self._pause(now)
+
+    async def drain(self, within_s: float) -> bool:
+        """For the end of the process, after its last request: gives leases back and tells what is
+        not told yet, while :meth:`run` still runs. False when that took longer than ``within_s``;
+        then it comes back by itself, after the registration's time to live."""
+        for account in self._accounts.values():
+            account.draining = True
+        self._wake.set()
+        until = self._clock() + within_s
+        while not all(account.idle for account in self._accounts.values()):
+            if self._clock() >= until:
+                return False
+            await asyncio.sleep(DRAIN_POLL_S)
+        return True
 
     async def _pause(self, now: float) -> None:
         times = [now + IDLE_S]

@@ -188,6 +188,7 @@ class QuotaAccount:
     epoch: int = 0
     valid_until: float = 0.0  # the registration surely lives until then
     reachable: bool = True  # the last exchange was answered
+    draining: bool = False  # leases go back at once, and none is taken
     _contended: bool = False
     _leases: list[_Lease] = field(default_factory=list)
     _waiters: deque[Waiter] = field(default_factory=deque)
@@ -322,7 +323,7 @@ class QuotaAccount:
         times = [waiter.ask_at for waiter in self._waiters]
         if self._settlements:
             times.append(self._settlements.since + self.times.flush_s)
-        if self._leases and self._contended:
+        if self._leases and (self._contended or self.draining):
             times.append(self._sent_at)  # at once: somebody waits for them
         times += [lease.renew_at for lease in self._leases]
         if self._live:
@@ -395,8 +396,9 @@ class QuotaAccount:
         """Leases that have ended, and all of them when somebody lacks room: here (a request did
         not fit into them) or elsewhere."""
         kept = []
+        back = asking or self._contended or self.draining
         for lease in self._leases:
-            if not (asking or self._contended or now >= lease.usable_until):
+            if not (back or now >= lease.usable_until):
                 if now >= lease.renew_at:
                     # It goes on to its end beside the one that is asked for now.
                     lease.renew_at, lease.renewed = lease.usable_until, True
@@ -418,7 +420,8 @@ class QuotaAccount:
 
     def _wanted(self) -> Amounts:
         """The lease to ask for: the demand, unless most of it is there already."""
-        wanted = NOTHING if self._contended else self._demand.lease(self.times.lease_s)
+        unwanted = self._contended or self.draining
+        wanted = NOTHING if unwanted else self._demand.lease(self.times.lease_s)
         fresh = [lease for lease in self._leases if not lease.renewed]
         if any(not _less(lease.left, lease.low) for lease in fresh):
             return NOTHING

@@ -276,3 +276,24 @@ def test_what_was_reported_as_used_is_not_refunded_when_the_holder_dies(run_virt
             assert (await wire.use()).tokens == 41
 
     run_virtual(scenario())
+
+
+def test_a_scheduler_that_ends_in_order_leaves_nothing_behind(run_virtual: Run) -> None:
+    """Mutant: leases are kept until their end."""
+
+    async def scenario() -> None:
+        wire = Wire()
+        limits = Limits(requests_per_min=30_000, concurrent_requests=1000)
+        async with client(wire, limits) as quota:
+            for _ in range(200):
+                made = await quota.reserve(T, 10)
+                await asyncio.sleep(0.005)
+                quota.settle(made, 10)
+            assert (await wire.use()).slots > 0
+            began = asyncio.get_running_loop().time()
+            assert await quota.drain(1.0)
+            assert asyncio.get_running_loop().time() - began < 0.2
+            use = await wire.use()
+            assert (use.requests, use.slots) == (200, 0)
+
+    run_virtual(scenario())
