@@ -81,7 +81,7 @@ async def test_what_a_killed_scheduler_held_returns_within_seconds(store: Valkey
     """Mutant: a dead holder is only reaped when somebody registers."""
     limits = {"concurrent_requests": 5}
     async with state_service(store.url) as (service, _):
-        held = {"mode": "hold", "count": 5, "tokens": 1, "limits": limits}
+        held = {"mode": "hold", "count": 5, "tokens": 1, "limits": limits, "wait_s": 2.0}
         with holders(service.address, {"name": "a", **held}) as (a,):
             assert (await a.line("holding"))["count"] == 5
             a.send(signal.SIGKILL)
@@ -97,7 +97,7 @@ async def test_a_stopped_scheduler_starts_nothing_that_others_were_given(
 ) -> None:
     """Mutant: may_start trusts the epoch that it knows."""
     limits = {"concurrent_requests": 3}
-    held = {"mode": "hold", "count": 3, "tokens": 1, "limits": limits}
+    held = {"mode": "hold", "count": 3, "tokens": 1, "limits": limits, "wait_s": 2.0}
     async with state_service(store.url) as (service, _):
         with holders(service.address, {"name": "a", **held}) as (a,):
             assert (await a.line("holding"))["count"] == 3
