@@ -61,7 +61,7 @@ def main() -> None:
     arguments = parser.parse_args()
     figures = costs(arguments.quick)
     print(table([["figure", ""], *([name, f"{value:.1f}"] for name, value in figures.items())]))
-    memory = index_memory_mb(50_000 if arguments.quick else 1_000_000, 32, INDEX_BYTES)
+    memory = index_memory_mb(50_000 if arguments.quick else 1_000_000, 8, INDEX_BYTES)
     print(table([["index", ""], *([name, f"{value:.3f}"] for name, value in memory.items())]))
     runs, ideal, requests = replays(arguments.trace, arguments.quick)
     print(f"{requests} requests, ideal hit rate {ideal:.4f}")
