@@ -181,7 +181,7 @@ def test_the_same_prefix_of_another_tenant_is_no_reason(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["least_work", "prefix_affinity", "weighted"])
 def test_a_slow_worker_gets_what_it_can_do_and_the_others_keep_their_prefixes(policy: str) -> None:
-    """PITFALLS 25, one slow worker. Mutant seen to fail: work counted in tokens, not seconds."""
+    """PITFALLS 25, one slow worker."""
     reports = [
         a_report(name, sequences_max=500, kv_tokens=0, step_ms=20.0 if name != "b" else 200.0)
         for name in "abc"

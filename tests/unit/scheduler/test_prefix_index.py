@@ -39,7 +39,7 @@ class IndexAgainstDictionary(RuleBasedStateMachine):
     """Goal: the index says of each row what a dictionary of everything sent says, while it has
     room. Method: random prompts over a few blocks, so that beginnings are shared, sent, forgotten,
     and aged. Oracle: the dictionary. Mutants seen to fail: the generation not compared; the TTL
-    compared the wrong way round; the capacity ignored; a match of one block counted."""
+    compared the wrong way round."""
 
     def __init__(self) -> None:
         super().__init__()
