@@ -78,7 +78,8 @@ def main() -> int:
             changed.append(replace_if_changed(source, target))
         for stale in set(ROOT.glob("sluice/*/v1/*.py*")) - expected:
             stale.unlink()
-    print(f"protos: {len(files)} files, {sum(changed)} outputs changed")
+    if any(changed):
+        print(f"protos: {len(files)} files, {sum(changed)} outputs changed")
     return 0
 
 

@@ -158,7 +158,8 @@ def arguments(envoy: EnvoySettings, mesh: MeshView, yaml_path: Path) -> list[str
         "--concurrency",
         str(envoy.concurrency),
         "--log-level",
-        mesh.log_level,
+        # At `info` it lists its extensions at every start; the access log is another matter.
+        "warning" if mesh.log_level == "info" else mesh.log_level,
         "--drain-time-s",
         str(envoy.drain_s),
         "--file-flush-interval-msec",

@@ -23,15 +23,15 @@ class EnvoySettings:
     host: str = setting(
         "127.0.0.1", help="Clear-text listener (HTTP/1.1 and h2c); keys travel readable: loopback."
     )
-    port: int = setting(8080, unit="port", ge=1, le=_PORT, help="Port of that listener.")
+    port: int = setting(8080, ge=1, le=_PORT, help="Port of that listener.")
     tls_host: str = setting(
         "0.0.0.0",  # noqa: S104 - the listener that is meant for others
         help="TLS listener; exists only with a certificate.",
     )
-    tls_port: int = setting(8443, unit="port", ge=1, le=_PORT, help="Port of that listener.")
+    tls_port: int = setting(8443, ge=1, le=_PORT, help="Port of that listener.")
     tls_certificate: str = setting("", help="PEM file with the chain, as Envoy finds it.")
     tls_private_key: str = setting("", help="PEM file with its key, as Envoy finds it.")
-    admin_port: int = setting(9901, unit="port", ge=1, le=_PORT, help="Admin API, loopback only.")
+    admin_port: int = setting(9901, ge=1, le=_PORT, help="Admin API, loopback only.")
     admin_api: str = setting(
         "clear",
         choices=("off", "clear", "all"),

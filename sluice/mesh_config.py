@@ -61,7 +61,8 @@ class MeshSettings:
         "info", choices=("debug", "info", "warning", "error"), help="Least severe log line written."
     )
     otlp_endpoint: str = setting(
-        "", help="OTLP/gRPC collector, e.g. http://127.0.0.1:4317. Empty: no traces, no metrics."
+        "",
+        help="OTLP/gRPC collector: host:port or http(s)://host:port. Empty: no traces, no metrics.",
     )
     trace_sample_ratio: float = setting(
         0.01, ge=0.0, le=1.0, help="Share of requests traced; Envoy decides for what passes it."

@@ -22,6 +22,7 @@ import typer
 
 from sluice import __version__
 from sluice.command.cli_calls import calls
+from sluice.command.cli_grant import add_grant
 from sluice.command.cli_show import show
 from sluice.command.cli_simulate import add_simulate
 from sluice.command.cli_support import (
@@ -35,6 +36,7 @@ from sluice.command.cli_support import (
     screen,
     status_of,
 )
+from sluice.command.cli_tenants import tenants_app
 
 if TYPE_CHECKING:
     from sluice.mesh_config import Engine
@@ -56,7 +58,9 @@ app = typer.Typer(
 )
 compose_app = typer.Typer(help="The docker compose file, made from sluice.toml.")
 app.add_typer(compose_app, name="compose")
+app.add_typer(tenants_app, name="tenants")
 calls(app)
+add_grant(app)
 show(app)
 add_simulate(app)
 
@@ -178,11 +182,11 @@ def main() -> None:
 def run(arguments: list[str], environ: Mapping[str, str]) -> int:
     """Runs one command line; returns its exit status."""
     try:
-        result = app(args=arguments, standalone_mode=False)
+        result = app(args=arguments or ["--help"], standalone_mode=False)
     except typer.Abort:
         return EXIT_INTERRUPTED
     except KeyboardInterrupt:
-        errors().print()
+        errors().print("\ninterrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of a pipe is gone, as in `sluice logs | head`.

@@ -1,4 +1,4 @@
-"""`sluice generate`, `chat`, `models`, `grant`: calls that a client could make, from the shell.
+"""`sluice generate`, `chat`, `models`: calls that a client could make, from the shell.
 
 A simulated answer is labelled on standard error, so that a pipe gets the text alone and a person
 always sees the label.
@@ -6,12 +6,11 @@ always sees the label.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import sys
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -23,11 +22,11 @@ from sluice.command.cli_support import (
     ConfigOption,
     EndpointOption,
     KeyFileOption,
-    config_file,
     errors,
     is_interactive,
     open_client,
     output,
+    print_table,
     status_of,
 )
 from sluice.errors import Code, SluiceError
@@ -35,18 +34,18 @@ from sluice.errors import Code, SluiceError
 if TYPE_CHECKING:
     from sluice.command.client import MeshClient
     from sluice.common.v1 import policy_pb2
-    from sluice.mesh_config import MeshFile
     from sluice.scheduler.v1 import generate_pb2
 
 SIMULATED_LABEL: Final = "[SIMULATED answer: made up by a latency model, not by a language model]"
 TIMEOUT_S: Final = 300.0
-GRANT_TTL_S: Final = 300.0
-GRANT_TTL_MAX_S: Final = 3_600.0
+# A first token usually comes sooner; a silent terminal looks broken.
+PATIENCE_S: Final = 2.0
+INT32_MAX: Final = (1 << 31) - 1
 CLASSES: Final = ("critical", "interactive", "standard", "batch")
 
 ModelOption = Annotated[str, typer.Option(help="Model or alias. Default: the deployment's.")]
 MaxTokensOption = Annotated[
-    int | None, typer.Option(help="Most output tokens, 1 or more.", min=1, max=1 << 31)
+    int | None, typer.Option(help="Most output tokens, 1 or more.", min=1, max=INT32_MAX)
 ]
 TemperatureOption = Annotated[
     float | None, typer.Option(help="0 (greedy) to 2. Default: the model's.")
@@ -63,7 +62,6 @@ def calls(app: typer.Typer) -> None:
     app.command()(generate)
     app.command()(chat)
     app.command()(models)
-    app.command()(grant)
 
 
 def generate(
@@ -163,7 +161,7 @@ def models(
         answer = client.list_models()
     table = Table(box=None, pad_edge=False)
     for column in ("model", "does", "context", "available", "engine", "aliases"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for one in answer.models:
         does = "generates" if one.generates else f"embeds ({one.embedding_dimensions} dimensions)"
         table.add_row(
@@ -174,55 +172,7 @@ def models(
             Text(one.engine + (" SIMULATED" if one.simulated else "")),
             Text(", ".join(one.aliases)),
         )
-    output().print(table)
-
-
-def grant(
-    instance: Annotated[str, typer.Option(help="The instance that may run it; * is any.")] = "*",
-    request_id: Annotated[str, typer.Option(help="The request that may run; * is any.")] = "*",
-    ttl: Annotated[
-        float, typer.Option(help="How long it is valid, in s.", min=1.0, max=GRANT_TTL_MAX_S)
-    ] = GRANT_TTL_S,
-    form: Annotated[
-        str, typer.Option("--format", help="json or base64 (of the message).")
-    ] = "json",
-    config: ConfigOption = None,
-) -> None:
-    """Mint a dispatch grant, to call an inference service past the scheduler while debugging."""
-    from google.protobuf import json_format
-
-    from sluice.grants import GrantSigner
-
-    if form not in ("json", "base64"):
-        raise typer.BadParameter(f"{form!r} is not json or base64", param_hint="--format")
-    file = config_file(config)
-    try:
-        signer = GrantSigner.load(file.runtime_dir / "keys", issuer="sluice-grant")
-    except (OSError, ValueError):
-        raise typer.BadParameter(
-            f"there is no signing key in {file.runtime_dir / 'keys'}: `sluice up` makes one"
-        ) from None
-    signed = signer.sign(request_id, instance, now_unix_s=time.time(), ttl_s=ttl)
-    if form == "base64":
-        typer.echo(base64.b64encode(signed.SerializeToString()).decode())
-    else:
-        typer.echo(json.dumps(json_format.MessageToDict(signed)))
-    errors().print(
-        Text(
-            f"Valid for {ttl:.0f} s. For example:\n"
-            "  grpcurl -plaintext -d"
-            ' "{\\"work\\":{\\"requestId\\":\\"debug\\",\\"input\\":{\\"text\\":\\"Hello\\"}},'
-            '\\"grant\\":$(sluice grant)}"'
-            f" {_an_instance(file)} sluice.inference.v1.InferenceService/Generate"
-        ),
-        soft_wrap=True,
-    )
-
-
-def _an_instance(file: MeshFile) -> str:
-    from sluice.mesh_config import Device
-
-    return str(file.instances(Device.CPU)[0].address)
+    print_table(table)
 
 
 def _turns() -> Iterator[str]:
@@ -267,12 +217,14 @@ def _print_stream(
 ) -> None:
     from sluice.command.log_files import printable
 
-    open_line = False
+    open_line, finished = False, None
     try:
-        for message in client.generate(request, timeout):
+        for message in _announced(client.generate(request, timeout)):
             match message.WhichOneof("event"):
                 case "started" if message.started.simulated:
                     _label()
+                case "finished":
+                    finished = message.finished
                 case "delta":
                     open_line = True
                     text = message.delta.text
@@ -284,6 +236,46 @@ def _print_stream(
     finally:
         if open_line:
             typer.echo()
+    if finished is not None:
+        reasons = [one.finish_reason for one in finished.outputs]
+        _note_length(reasons, finished.usage.completion_tokens)
+
+
+def _announced(
+    messages: Iterator[generate_pb2.GenerateResponse],
+) -> Iterator[generate_pb2.GenerateResponse]:
+    """The messages; a person who waits for the first one is told why."""
+    with _patience() as answered:
+        for message in messages:
+            answered()
+            yield message
+
+
+@contextlib.contextmanager
+def _patience() -> Iterator[Callable[[], None]]:
+    """Says after a while that the answer has not begun; yields what to call when it has."""
+
+    def say() -> None:
+        errors().print(Text("waiting for an instance ...", style="dim"))
+
+    timer = threading.Timer(PATIENCE_S, say)
+    timer.daemon = True
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield timer.cancel
+    finally:
+        timer.cancel()
+
+
+def _note_length(reasons: Iterable[int], tokens: int) -> None:
+    from sluice.common.v1 import result_pb2
+
+    if result_pb2.FINISH_REASON_LENGTH in reasons:
+        errors().print(
+            Text(f"[stopped after {tokens} tokens; --max-tokens permits more]", style="dim"),
+            soft_wrap=True,
+        )
 
 
 def _print_whole(
@@ -301,13 +293,20 @@ def _print_whole(
         sampling=request.sampling,
         priority_class=request.priority_class,
     )
-    answer = client.generate_text(whole, timeout)
+    with _patience():
+        answer = client.generate_text(whole, timeout)
     if answer.simulated:
         _label()
     if as_json:
-        typer.echo(json.dumps(json_format.MessageToDict(answer), ensure_ascii=False, indent=2))
+        # As the JSON API writes it: the protos' names, and defaults as such.
+        document = json_format.MessageToDict(
+            answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        typer.echo(json.dumps(document, ensure_ascii=False, indent=2))
     else:
         typer.echo(printable(answer.text) if sys.stdout.isatty() else answer.text)
+        reasons = [one.finish.finish_reason for one in answer.outputs]
+        _note_length(reasons, answer.usage.completion_tokens)
 
 
 def _label() -> None:

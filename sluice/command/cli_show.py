@@ -18,6 +18,7 @@ from sluice.command.cli_support import (
     config_file,
     errors,
     output,
+    print_table,
     run_paths,
 )
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from sluice.mesh_config import MeshFile
 
 LOG_LINES: Final = 40
+# Of each file: what is left out must not leave too few.
+TAIL_LINES: Final = 100_000
+ENVOY: Final = "envoy"
 FOLLOW_POLL_S: Final = 0.3
 
 
@@ -49,9 +53,9 @@ def status(config: ConfigOption = None) -> None:
         errors().print(
             Text("The supervisor is gone: `sluice up` or `sluice down` puts that right.", "yellow")
         )
-    output().print(process_table(seen))
+    print_table(process_table(seen))
     output().print()
-    output().print(instance_table(seen))
+    print_table(instance_table(seen))
     if seen.simulated:
         output().print(Text("Answers of this mesh are SIMULATED.", style="bold yellow"))
 
@@ -62,21 +66,37 @@ def logs(
     lines: Annotated[
         int, typer.Option("--lines", "-n", help="Lines from the end.", min=0, max=100_000)
     ] = LOG_LINES,
-    raw: Annotated[bool, typer.Option(help="Lines as they were written.")] = False,
+    raw: Annotated[bool, typer.Option(help="Lines as they were written, all of them.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also requests for health and reflection.")
+    ] = False,
+    envoy: Annotated[bool, typer.Option(help="With Envoy's log.")] = True,
     config: ConfigOption = None,
 ) -> None:
-    """Show what the processes wrote."""
+    """Show what the processes wrote, in the order of time. Requests that only look at the mesh
+    (health, reflection, `sluice status`) are left out unless --raw or --all is given."""
     from sluice.command.log_files import size_of, tail
+    from sluice.command.log_lines import is_noise, merged
 
     paths = run_paths(config)
-    files = _log_files(paths, name)
+    files = [one for one in _log_files(paths, name) if envoy or one.stem != ENVOY]
     ends = {path: size_of(path) for path in files}
-    for path, end in ends.items():
-        for line in tail(path, lines, end) if lines else ():
-            _print_line(path, line, len(files) > 1, raw)
+    several = len(files) > 1
+
+    def wanted(line: str) -> bool:
+        return raw or everything or not is_noise(line)
+
+    if lines:
+        last = {
+            path: [line for line in tail(path, TAIL_LINES, end) if wanted(line)][-lines:]
+            for path, end in ends.items()
+        }
+        for path, line in merged(last)[-lines:]:
+            _print_line(path, line, several, raw)
     if follow:
         for path, line in _follow(ends):
-            _print_line(path, line, len(files) > 1, raw)
+            if wanted(line):
+                _print_line(path, line, several, raw)
 
 
 def settings(
@@ -101,13 +121,28 @@ def settings(
             section = info.section
             output().print(Text(f"\n[{section}]", style="bold"))
         value, origin = _value(info, file)
-        limits = f"  {info.range}" if info.range else f"  {info.unit}" if info.unit else ""
+        limits = info.range or info.unit or info.kind
         line = Text.assemble(
             f"{info.name} = {value}",
-            (f"  ({origin}; default {info.default_text};{limits or ' ' + info.kind})", "dim"),
+            (f"  ({origin}; default {info.default_text}; {limits})", "dim"),
         )
         output().print(line, soft_wrap=True)
-        output().print(Text(f"    {info.help}  ${info.variable}", style="dim"), soft_wrap=True)
+        output().print(Text(f"    {info.help} ${info.variable}", style="dim"), soft_wrap=True)
+    if "instance".startswith(only) or only.startswith("instance"):
+        _print_instances(file)
+
+
+def _print_instances(file: MeshFile) -> None:
+    """Each [[instance]] as this machine resolves it, engine and device included."""
+    from sluice.command import preflight
+    from sluice.command.toml_text import dumps
+
+    for one in file.instances(preflight.find_device(file.local.device)):
+        output().print(Text("\n[[instance]]", style="bold"))
+        table = {**one.table, **({"env": dict(one.env)} if one.env else {})}
+        # The tables inside it have names that count from it.
+        text = dumps(table).replace("\n[", "\n[instance.")
+        output().print(Text(text.strip()), soft_wrap=True)
 
 
 def _value(info: SettingInfo, file: MeshFile) -> tuple[str, str]:

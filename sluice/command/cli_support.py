@@ -19,6 +19,8 @@ from sluice.config import ConfigError, config_path
 from sluice.errors import Code, SluiceError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from sluice.command.client import MeshClient
     from sluice.command.run_files import RunPaths
     from sluice.command.up_screen import UpScreen
@@ -34,6 +36,8 @@ EXIT_INTERRUPTED: Final = 130
 
 _BUSY: Final = (Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE, Code.ABORTED)
 _FAULTS: Final = (Code.INTERNAL, Code.UNKNOWN, Code.DATA_LOSS)
+# Wider than any row; rich pads a table to its own width, not to this.
+TABLE_WIDTH_MAX: Final = 10_000
 _CONFIG_NAME: Final = "sluice.toml"
 
 ConfigOption = Annotated[
@@ -83,6 +87,14 @@ def _config_path(path: Path | None) -> Path:
 def output() -> Console:
     """Standard output. Nothing in an answer is markup or gets colours of its own."""
     return Console(highlight=False, markup=False, emoji=False)
+
+
+def print_table(table: Table) -> None:
+    """A table on standard output; whole lines where no terminal limits their width."""
+    console = output()
+    if not console.is_terminal:
+        console.width = TABLE_WIDTH_MAX
+    console.print(table)
 
 
 def errors() -> Console:

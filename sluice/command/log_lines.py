@@ -8,11 +8,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Final
 
 CAUSE_CHARS_MAX: Final = 300
 # What `sluice.process` writes before it ends with EXIT_CONFIG.
 CONFIGURATION: Final = "configuration: "
+_LOOKS: Final = (
+    "/grpc.health.",
+    "/grpc.reflection.",
+    "/sluice.scheduler.v1.SchedulerAdminService/Watch",
+)
+# Each program's own way to write it; all in UTC, so that texts compare as times do.
+_TIME: Final = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d(?:\.\d+)?)")
 _LEFT_OUT: Final = ("time", "level", "service", "logger", "message")
 # The last line of a traceback: an exception's name, mostly dotted, and its text.
 _EXCEPTION: Final = re.compile(r"[\w.]*(Error|Exception|Interrupt|Exit)\b(: .*)?")
@@ -53,6 +61,27 @@ def readable(line: str) -> str:
 def is_access(entry: Mapping[str, object]) -> bool:
     """Whether Envoy wrote the line about a request."""
     return entry.get("service") == "envoy" and "path" in entry
+
+
+def is_noise(line: str) -> bool:
+    """Whether Envoy wrote the line about a request that only looks at the mesh."""
+    entry = parsed(line)
+    path = str(entry.get("path", "")) if entry is not None and is_access(entry) else ""
+    return path.startswith(_LOOKS)
+
+
+def merged(by_file: Mapping[Path, Iterable[str]]) -> list[tuple[Path, str]]:
+    """The lines of several files by time. A file's own order stays: what has no time of its own, or
+    an earlier one (the start of a request that was written at its end), follows its line before."""
+    timed: list[tuple[str, Path, str]] = []
+    for path, lines in by_file.items():
+        now = ""
+        for line in lines:
+            found = _TIME.search(line)
+            now = max(now, "T".join(found.groups()) if found else "")
+            timed.append((now, path, line))
+    timed.sort(key=lambda entry: entry[0])
+    return [(path, line) for _, path, line in timed]
 
 
 def last_line(error: str) -> str:

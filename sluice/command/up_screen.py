@@ -101,8 +101,8 @@ class UpScreen:
 
     def how_to(self, topology: Topology, paths: RunPaths) -> None:
         """How to call the mesh, and where to look."""
-        key = _short(api_key_path(paths.runtime))
-        grpcurl = shlex.quote(_tool("grpcurl"))
+        key = short_path(api_key_path(paths.runtime))
+        grpcurl = shlex.quote(tool_path("grpcurl"))
         # As people type it; gRPC, curl and browsers all resolve it to the listener.
         endpoint = str(topology.endpoint).replace("127.0.0.1:", "localhost:")
         prompt = f'{{"prompt":"{question.QUESTION}"}}'
@@ -111,7 +111,7 @@ class UpScreen:
             self.say(f"The mesh is running; its answers are {SIMULATED}. Call it:")
         else:
             self.say("The mesh is running. Call it:")
-        python = shlex.quote(_short(Path(sys.executable)))
+        python = shlex.quote(short_path(Path(sys.executable)))
         authorization = '-H "authorization: Bearer $KEY"'
         lines = (
             "",
@@ -124,9 +124,9 @@ class UpScreen:
             f"{python} - <<'PYTHON'\n{_python(endpoint, key)}{CALLS_END}",
         )
         self.console.print(Text("\n".join(lines), no_wrap=True), soft_wrap=True)
-        command = _tool("sluice")
+        command = tool_path("sluice")
         self.say(f"  {command} chat | generate | status | logs    (more: {command} --help)")
-        self.say(f"  logs: {_short(paths.logs)}/    stop: make down")
+        self.say(f"  logs: {short_path(paths.logs)}/    stop: make down")
 
     def stopped(self, result: Stopped, paths: RunPaths) -> None:
         """What `down` did."""
@@ -138,7 +138,7 @@ class UpScreen:
             self.say(f"The mesh has stopped ({result.seconds:.1f} s); no process is left.")
             if result.ended:
                 self.say(f"{result.ended} of them did not end in order and had to be ended.")
-            self.say(f"Logs stay in {_short(paths.logs)}/")
+            self.say(f"Logs stay in {short_path(paths.logs)}/")
 
     def log_tail(self, path: Path, lines: list[str]) -> None:
         """The end of a log."""
@@ -169,7 +169,7 @@ def _python(endpoint: str, key: str) -> str:
     )
 
 
-def _short(path: Path) -> str:
+def short_path(path: Path) -> str:
     """Relative to the working folder when below it."""
     try:
         return str(path.relative_to(Path.cwd()))
@@ -177,10 +177,10 @@ def _short(path: Path) -> str:
         return str(path)
 
 
-def _tool(name: str) -> str:
+def tool_path(name: str) -> str:
     """As it can be typed here: by name when on PATH, else where the environment has it."""
     beside = Path(sys.executable).with_name(name)
     found = shutil.which(name)
     if found and (not beside.is_file() or Path(found).samefile(beside)):
         return name
-    return _short(beside) if beside.is_file() else name
+    return short_path(beside) if beside.is_file() else name

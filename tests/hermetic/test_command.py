@@ -91,6 +91,8 @@ def test_generate_streams_text_and_says_that_it_is_simulated(mesh: LocalMesh) ->
     whole = mesh.run("generate", "Hello", "--max-tokens", "8", "--temperature", "0", "--no-stream")
     assert whole.stdout == done.stdout
     assert LABEL in whole.stderr
+    for one in (done, whole):
+        assert "[stopped after 8 tokens; --max-tokens permits more]" in one.stderr
 
 
 def test_generate_reads_standard_input_and_prints_json(mesh: LocalMesh) -> None:
@@ -98,7 +100,10 @@ def test_generate_reads_standard_input_and_prints_json(mesh: LocalMesh) -> None:
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["simulated"] is True
-    assert answer["usage"]["completionTokens"] == 4
+    assert answer["usage"]["completion_tokens"] == 4
+    # Defaults too, as the JSON API writes them.
+    assert answer["cost"] == 0
+    assert answer["outputs"][0]["finish"]["stop_string"] == ""
 
 
 def test_a_json_schema_is_followed(mesh: LocalMesh, tmp_path: Path) -> None:
@@ -117,6 +122,7 @@ def test_a_json_schema_is_followed(mesh: LocalMesh, tmp_path: Path) -> None:
         (("--timeout", "0.02"), 6, ("DEADLINE_EXCEEDED",)),
         (("--class", "urgent"), 2, ("critical, interactive",)),
         (("--max-tokens", "0"), 2, ("max-tokens",)),
+        (("--max-tokens", "2147483648"), 2, ("max-tokens",)),
         (("--key-file", "/nowhere/key"), 2, ("/nowhere/key",)),
         (("--endpoint", "127.0.0.1:1"), 3, ("nothing answers at 127.0.0.1:1",)),
         (("--config", "/nowhere/sluice.toml"), 2, ("/nowhere/sluice.toml",)),
@@ -215,19 +221,90 @@ def test_a_grant_opens_an_instance_that_is_closed_without_it(mesh: LocalMesh) ->
     assert "PermissionDenied" in call_instance(mesh, other.stdout).stderr
 
 
+@pytest.mark.parametrize("form", ["json", "base64"])
+@pytest.mark.parametrize("instance", ["*", "chat-1", "embed-0"])
+def test_the_call_that_grant_prints_works_as_it_is_typed(
+    mesh: LocalMesh, form: str, instance: str
+) -> None:
+    minted = mesh.run("grant", "--instance", instance, "--format", form)
+    assert minted.returncode == 0, minted.stderr
+    _, _, call = minted.stderr.partition("\n\n")
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", call],
+        env=mesh.environ,
+        cwd=mesh.root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("embeddings" if instance == "embed-0" else "ended") in done.stdout
+
+
+def test_a_grant_for_an_instance_that_is_not_there_is_refused(mesh: LocalMesh) -> None:
+    done = mesh.run("grant", "--instance", "chat-9")
+    assert done.returncode == 2
+    assert "chat-0, chat-1, embed-0" in done.stderr
+    assert not done.stdout
+
+
+def test_a_slip_in_the_configuration_hides_no_running_mesh(mesh: LocalMesh, tmp_path: Path) -> None:
+    wrong = tmp_path / "sluice.toml"
+    wrong.write_text('[mesh]\nlog_level = "loud"\n')
+    for command in (("status",), ("logs",), ("models",), ("generate", "Hello")):
+        done = mesh.run(*command, "--config", str(wrong))
+        assert done.returncode == 0, done.stderr
+        assert "warning: mesh.log_level" in done.stderr
+        assert done.stdout.strip()
+
+
+def test_a_tenant_that_is_added_may_call_until_it_is_removed(mesh: LocalMesh) -> None:
+    added = mesh.run("tenants", "add", "team-a", "--class", "batch")
+    assert added.returncode == 0, added.stderr
+    assert "team-a" in mesh.run("tenants", "list").stdout
+    key = mesh.runtime / "api-key-team-a"
+    call = ("generate", "Hello", "--max-tokens", "2", "--key-file", str(key))
+    until(lambda: mesh.run(*call).returncode == 0, "the key is known")
+    copy = key.with_name("copy")
+    copy.write_text(key.read_text())
+    assert mesh.run("tenants", "remove", "team-a").returncode == 0
+    assert not key.exists()
+    refused = (*call[:-1], str(copy))
+    until(lambda: "KEY_UNKNOWN" in mesh.run(*refused).stderr, "the key is refused")
+
+
 def test_every_setting_is_printed_with_its_default_and_range(mesh: LocalMesh) -> None:
     done = mesh.run("config")
     assert done.returncode == 0, done.stderr
     for section in ("mesh", "local", "envoy", "scheduler", "execution", "inference"):
         assert f"[{section}]" in done.stdout
     assert "SLUICE_ENVOY_PORT" in done.stdout
-    assert f"port = {mesh.port}  (environment; default 8080;  1 to 65535" in done.stdout
+    assert f"port = {mesh.port}  (environment; default 8080; 1 to 65535)" in done.stdout
+
+
+def test_access_lines_are_short_and_without_those_that_only_look(mesh: LocalMesh) -> None:
+    assert mesh.run("generate", "Hello", "--max-tokens", "2").returncode == 0
+    until(
+        lambda: "SchedulerService/Generate 200  grpc_status=0 " in mesh.run("logs", "envoy").stdout,
+        "the access log",
+    )
+    assert mesh.run("status").returncode == 0
+    until(
+        lambda: "WatchStatus" in mesh.run("logs", "envoy", "--all").stdout,
+        "the line of the report",
+    )
+    assert "WatchStatus" not in mesh.run("logs", "envoy").stdout
+    assert "statically linked extensions" not in mesh.run("logs", "envoy", "--raw").stdout
 
 
 def test_logs_are_readable_lines(mesh: LocalMesh) -> None:
     done = mesh.run("logs", "scheduler")
     assert done.returncode == 0, done.stderr
     assert " INFO " in done.stdout
+    times = [line.split()[1][:23] for line in mesh.run("logs").stdout.splitlines()]
+    assert len(times) > 10
+    assert times == sorted(times)
     missing = mesh.run("logs", "nobody")
     assert missing.returncode == 2
     assert "chat-0" in missing.stderr

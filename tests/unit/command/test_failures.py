@@ -71,7 +71,13 @@ def test_every_error_has_one_line_and_its_status(
 
 @pytest.mark.parametrize(
     ("arguments", "status"),
-    [(["nonsense"], 2), (["up", "--engine", "gpt"], 2), (["--version"], 0), (["--help"], 0)],
+    [
+        (["nonsense"], 2),
+        (["up", "--engine", "gpt"], 2),
+        (["--version"], 0),
+        (["--help"], 0),
+        ([], 0),
+    ],
 )
 def test_wrong_use_is_a_line_and_not_a_traceback(
     capsys: pytest.CaptureFixture[str], arguments: list[str], status: int

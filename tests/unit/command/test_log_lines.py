@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sluice.command.log_files import tail
-from sluice.command.log_lines import CAUSE_CHARS_MAX, cause, readable
+from sluice.command.log_lines import CAUSE_CHARS_MAX, cause, is_noise, merged, readable
 
 TRACEBACK = (
     'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n'
@@ -68,3 +68,32 @@ def test_the_tail_of_a_run_leaves_out_what_was_there_before(tmp_path: Path) -> N
     assert tail(path, 9, begin=4) == ["new"]
     # Shorter than it was: it was rotated, and all of it is new.
     assert tail(path, 9, begin=100) == ["old", "new"]
+
+
+def test_lines_of_several_files_come_in_the_order_of_time() -> None:
+    a, b = Path("a.log"), Path("b.log")
+    lines = merged(
+        {
+            a: [
+                '{"time": "2026-01-01T00:00:01.500+00:00", "message": "1"}',
+                "without a time",
+                '{"time": "2026-01-01T00:00:01.400Z", "path": "began before the line above"}',
+            ],
+            b: ["[2026-01-01 00:00:01.000][1] envoy", "2026-01-01T00:00:02Z supervisor"],
+        }
+    )
+    assert [path for path, _ in lines] == [b, a, a, a, b]
+
+
+@pytest.mark.parametrize(
+    ("path", "noise"),
+    [
+        ("/grpc.health.v1.Health/Check", True),
+        ("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", True),
+        ("/sluice.scheduler.v1.SchedulerAdminService/WatchStatus", True),
+        ("/sluice.scheduler.v1.SchedulerService/Generate", False),
+    ],
+)
+def test_requests_that_only_look_are_noise(path: str, noise: bool) -> None:
+    assert is_noise(json.dumps({"service": "envoy", "path": path})) is noise
+    assert not is_noise(json.dumps({"service": "scheduler", "message": path}))
