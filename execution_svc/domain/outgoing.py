@@ -19,6 +19,10 @@ FRAME_BYTES_MAX = 256 * 1024
 # milliseconds, and would show the time left to be the same at both hops.
 PASSING_S = 0.001
 
+# The longest time left that is passed on; instances keep no longer deadlines. A peer may write more
+# than a duration can hold once it was computed with.
+REMAINING_S_MAX = 86_400.0
+
 S = TypeVar("S")
 C = TypeVar("C")
 
@@ -87,5 +91,6 @@ class Outgoing(Generic[S, C]):
 
 
 def remaining_at_write(remaining_s: float, arrived_at: float, now: float) -> float:
-    """What is left of a deadline after the time that the start spent here, at least 0."""
-    return max(0.0, remaining_s - max(PASSING_S, now - arrived_at))
+    """What is left of a deadline after the time that the start spent here: at least 0, and at most
+    :data:`REMAINING_S_MAX`."""
+    return min(max(0.0, remaining_s - max(PASSING_S, now - arrived_at)), REMAINING_S_MAX)

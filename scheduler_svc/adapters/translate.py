@@ -102,10 +102,12 @@ def read_input(request: GenerateMessage) -> Input:
 
 
 def read_sampling(request: GenerateMessage) -> sampling_pb2.SamplingParams:
-    """The sampling parameters with the output limit filled in."""
+    """The sampling parameters with the number of outputs and the output limit filled in."""
     sampling = sampling_pb2.SamplingParams()
     sampling.CopyFrom(request.sampling)
-    if sampling.HasField("n") and not 1 <= sampling.n <= OUTPUTS_MAX:
+    if not sampling.HasField("n"):
+        sampling.n = 1
+    elif not 1 <= sampling.n <= OUTPUTS_MAX:
         raise invalid("sampling.n", f"must be 1 to {OUTPUTS_MAX}")
     if not sampling.HasField("max_tokens"):
         sampling.max_tokens = max(DEFAULT_MAX_TOKENS, sampling.min_tokens)

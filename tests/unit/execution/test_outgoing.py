@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from execution_svc.domain.open_slots import OpenSlots
-from execution_svc.domain.outgoing import Outgoing, remaining_at_write
+from execution_svc.domain.outgoing import REMAINING_S_MAX, Outgoing, remaining_at_write
 
 
 def names(outgoing: Outgoing[str, str]) -> list[str]:
@@ -88,6 +88,7 @@ def test_everything_leaves_once_within_the_limit(
         (5.0, 10.0, 12.0, 3.0),
         (5.0, 10.0, 15.0, 0.0),
         (5.0, 1.0, 99.0, 0.0),
+        (float(2**63), 1.0, 1.0, REMAINING_S_MAX),  # more than a duration can hold
     ],
 )
 def test_the_time_a_start_spends_here_is_taken_from_its_deadline(

@@ -1,0 +1,57 @@
+"""A request counts with the output that it will write, also when it says nothing about it: demand,
+placement and the ledger of KV memory go by it.
+
+Seen to fail on the mutant: a request that leaves out `n` is expected to write nothing.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from scheduler_svc.adapters.public_api import PublicApi
+from scheduler_svc.config import SchedulerConfig, class_times
+from scheduler_svc.domain.flush import FlushBudget
+from scheduler_svc.domain.limits import SchedulerLimits
+from scheduler_svc.domain.model import PriorityClass, Ticket
+from scheduler_svc.domain.placement import LeastWork
+from scheduler_svc.domain.scheduler import Scheduler
+from sluice.scheduler.v1 import generate_pb2
+
+CONTEXT = SimpleNamespace(invocation_metadata=lambda: (), time_remaining=lambda: 10.0)
+
+
+async def ticket_of(request: generate_pb2.GenerateRequest) -> Ticket:
+    """What the gate would be given."""
+    tenant = SimpleNamespace(name="dev", class_for=lambda wanted: PriorityClass.STANDARD)
+    gate = SimpleNamespace(
+        domain=Scheduler(SchedulerLimits(), LeastWork()),
+        flush=FlushBudget(),
+    )
+    api = PublicApi(  # type: ignore[abstract]
+        cast("Any", gate),
+        cast("Any", SimpleNamespace(resolve=lambda model, tenant: "m")),
+        cast("Any", SimpleNamespace(tenant=lambda header: tenant)),
+        class_times(SchedulerConfig()),
+        cast("Any", SimpleNamespace()),
+        lambda instance: None,
+    )
+    live, _ = api._generation(request, cast("Any", CONTEXT), whole=False)
+    return live.ticket
+
+
+@pytest.mark.parametrize("outputs", [None, 1, 3])
+async def test_a_request_is_expected_to_write_for_each_of_its_outputs(outputs: int | None) -> None:
+    request = generate_pb2.GenerateRequest(prompt="hello")
+    request.sampling.max_tokens = 40
+    if outputs is not None:
+        request.sampling.n = outputs
+    ticket = await ticket_of(request)
+    assert ticket.output_tokens == 40 * (outputs or 1)
+
+
+async def test_a_request_without_sampling_is_expected_to_write_the_default() -> None:
+    ticket = await ticket_of(generate_pb2.GenerateRequest(prompt="hello"))
+    assert ticket.output_tokens == SchedulerLimits().default_output_tokens
