@@ -160,6 +160,8 @@ def _to_tool(source: input_pb2.Tool, path: str) -> dict[str, object]:
 def _json_object(text: str) -> dict[str, object] | None:
     try:
         value = json.loads(text)
+        if "\\u" in text:  # half of a surrogate pair is no character: no tokenizer takes it
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

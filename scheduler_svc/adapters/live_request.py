@@ -26,7 +26,10 @@ STREAM_BUFFER_CHARS_MAX: Final = 64 * 1024
 slow consumer."""
 
 TEXT_CHARS_MAX: Final = 1024 * 1024
-"""Characters of one unary answer (GenerateText) over all outputs; at most 4 MiB of UTF-8."""
+"""Characters of one unary answer (GenerateText) over all outputs; at most 4 MiB of UTF-8. Token ids
+and log probabilities that were asked for count too, as so many characters of four bytes."""
+
+CHAR_BYTES_MAX: Final = 4
 
 
 class Output:
@@ -183,6 +186,8 @@ class LiveRequest:
             self.pending_chars += len(text)
         if delta.logprobs:
             output.logprobs.extend(delta.logprobs)
+        if self.whole:
+            self._count_beside_text(delta)
         self.last_token_s = now
         if not self.first_token_s:
             self.first_token_s = now
@@ -254,12 +259,21 @@ class LiveRequest:
     def _pending(self) -> bool:
         return not self.whole and any(output.pending for output in self.outputs)
 
+    def _count_beside_text(self, delta: inference_pb2.Delta) -> None:
+        """A whole answer is bounded with all that it carries: a client could not receive it."""
+        if self.want_token_ids:
+            self.pending_chars += len(delta.token_ids)
+        if delta.logprobs:
+            self.pending_chars += (
+                sum(entry.ByteSize() for entry in delta.logprobs) // CHAR_BYTES_MAX
+            )
+
     def _overflow(self) -> None:
         if self.whole:
             error = SluiceError(
                 Code.RESOURCE_EXHAUSTED,
                 "OUTPUT_TOO_LARGE",
-                f"the answer is larger than {TEXT_CHARS_MAX} characters; "
+                f"the answer does not fit into {TEXT_CHARS_MAX * CHAR_BYTES_MAX} bytes; "
                 "use the streaming Generate",
             )
             self.fail(error, Outcome.INVALID)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -244,3 +245,32 @@ def test_what_is_embedded_is_counted_and_never_a_conversation() -> None:
         with pytest.raises(SluiceError) as caught:
             convert.to_prompts(inputs)
         assert caught.value.fields[0].field == field
+
+
+@pytest.mark.parametrize(
+    ("parameters", "taken"),
+    [
+        (r'{"description": "\ud83d\ude00"}', True),
+        (r'{"description": "\ud83d"}', False),
+        (r'{"\udfff": 1}', False),
+    ],
+)
+def test_a_tool_that_spells_half_a_character_is_refused(parameters: str, taken: bool) -> None:
+    source = input_pb2.Input()
+    source.conversation.messages.add(role="user", content="hi")
+    source.conversation.tools.add(name="f", parameters_json=parameters)
+    if taken:
+        convert.to_prompt(source, "input")
+        return
+    with pytest.raises(SluiceError) as refusal:
+        convert.to_prompt(source, "input")
+    assert refusal.value.fields[0].field == "input.conversation.tools[0].parameters_json"
+
+
+def test_arguments_that_spell_half_a_character_stay_as_they_are_written() -> None:
+    source = input_pb2.Input()
+    message = source.conversation.messages.add(role="assistant")
+    message.tool_calls.add(id="1", name="f", arguments_json=r'{"a": "\ud83d"}')
+    prompt: Any = convert.to_prompt(source, "input")
+    function = prompt.messages[0]["tool_calls"][0]["function"]
+    assert function["arguments"] == message.tool_calls[0].arguments_json

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 
+import pytest
+
 from scheduler_svc.adapters import live_request
 from scheduler_svc.adapters.answers import deltas_due, finished
-from scheduler_svc.adapters.live_request import LiveRequest
+from scheduler_svc.adapters.live_request import TEXT_CHARS_MAX, LiveRequest
 from scheduler_svc.domain.flush import FlushBudget
 from scheduler_svc.domain.model import InstanceName, Outcome, PriorityClass, Ticket, TicketId
 from sluice.common.v1 import result_pb2
@@ -164,6 +166,29 @@ def test_a_whole_answer_waits_for_its_end_only(run_virtual: Run) -> None:
         live.end(inference_pb2.Ended())
         await waiting
         assert "".join(live.outputs[0].parts) == "a" * 10
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("beside", ["token_ids", "logprobs"])
+def test_a_whole_answer_is_bounded_with_what_it_carries_beside_text(
+    run_virtual: Run, beside: str
+) -> None:
+    async def scenario() -> None:
+        live = make_live(whole=True)
+        live.want_token_ids = beside == "token_ids"
+        piece = inference_pb2.Delta(token_ids=[7] * 1000)
+        if beside == "logprobs":
+            entry = result_pb2.TokenLogprob(token=b"x" * 100)
+            piece.logprobs.extend([entry] * 100)
+        while not live.over and piece.position < 2 * TEXT_CHARS_MAX:
+            live.append(piece, 1.0)
+            piece.position += 1000
+        assert live.error is not None
+        assert live.error.reason == "OUTPUT_TOO_LARGE"
+        answer = sum(output.tokens for output in live.outputs) if live.want_token_ids else 0
+        answer += sum(entry.ByteSize() for output in live.outputs for entry in output.logprobs)
+        assert answer <= 4 * TEXT_CHARS_MAX + 20_000
 
     run_virtual(scenario())
 
