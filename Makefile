@@ -127,6 +127,7 @@ bench-vllm: $(BASE) $(DEV) $(VLLM) protos model ## Measure the mesh over vLLM
 .PHONY: clean
 clean: ## Stop everything; delete the environment, generated files and caches (the models stay in .sluice/models)
 	@$(MAKE) down || echo "clean: could not stop what runs; deleting all the same" >&2
+	@echo "deleting $(VENV), generated files and caches; .sluice (models, keys, logs) stays"
 	@rm -rf $(VENV) protos/build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@rm -rf sluice/*/v1
 	@find . -name __pycache__ -type d -not -path './.git/*' -not -path './.sluice/*' -prune -exec rm -rf {} +

@@ -7,6 +7,8 @@ set -euo pipefail
 
 name=$1
 shift
+# pip's own last words would be a traceback in the log.
+trap 'printf "\n  %s: interrupted; the next run goes on from here\n" "$name" >&2; exit 130' INT
 venv=.venv
 log=$venv/logs/$name.log
 mkdir -p "$venv/logs"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from sluice.command import mesh_state, processes
+from sluice.command import mesh_state, processes, shared_memory
 from sluice.command.run_files import Record, RunPaths, read_records
 
 # Over the plan's own limit: the supervisor kills and reaps what did not drain.
@@ -46,6 +46,7 @@ def stop(paths: RunPaths, say: Say, *, hurry: bool = False) -> Stopped:
     state = mesh_state.look(paths)
     records = dict(state.records)
     was_running = state.supervised or bool(state.strays)
+    segments = shared_memory.mapped(one.pid for one in mesh_state.of_mesh(paths, records.values()))
     if state.supervised and state.supervisor is not None:
         limit_s = state.plan.stop_limit_s if state.plan else NO_PLAN_LIMIT_S
         _stop_supervisor(paths, state.supervisor, limit_s + SUPERVISOR_EXTRA_S, say, hurry)
@@ -55,6 +56,7 @@ def stop(paths: RunPaths, say: Say, *, hurry: bool = False) -> Stopped:
         processes.wait_for(lambda: not mesh_state.of_mesh(paths, records.values()), SETTLE_S)
     ended, left = _end_rest(paths, records)
     if not left:
+        shared_memory.remove(segments)
         mesh_state.forget(paths)
     return Stopped(was_running, ended, tuple(left), time.monotonic() - began)
 
