@@ -161,7 +161,7 @@ def models(
         answer = client.list_models()
     table = Table(box=None, pad_edge=False)
     for column in ("model", "does", "context", "available", "engine", "aliases"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "model")
     for one in answer.models:
         does = "generates" if one.generates else f"embeds ({one.embedding_dimensions} dimensions)"
         table.add_row(

@@ -26,7 +26,7 @@ def list_tenants(config: ConfigOption = None) -> None:
     file = TenantsFile(run_paths(config).runtime)
     table = Table(box=None, pad_edge=False)
     for column in ("tenant", "class", "ceiling", "models", "keys", "key file"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "tenant")
     for one in file.tenants():
         key = file.key_path(one.name)
         table.add_row(

@@ -29,6 +29,8 @@ from sluice.mesh_config import Address, parse_address
 
 ASK_TIMEOUT_S: Final = 3.0
 _INFERENCE_MODULE: Final = "inference_svc.main"
+# What people copy: other columns wrap first.
+_NAMES: Final = ("process", "instance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def process_table(seen: StatusSeen) -> Table:
     """Services."""
     table = Table(box=None, pad_edge=False)
     for column in ("process", "pid", "health", "uptime", "restarts", "memory", "ports"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column in _NAMES)
     for one in seen.processes:
         health = one.health.value if one.alive else one.record.state
         style = "green" if one.health is Health.SERVING else "yellow"
@@ -110,7 +112,7 @@ def instance_table(seen: StatusSeen) -> Table:
     """Instances; a figure that the engine does not report is shown as -."""
     table = Table(box=None, pad_edge=False, caption=None)
     for column in ("instance", "model", "state", "running", "waiting", "KV tokens", "tokens/s"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column in _NAMES)
     for one in seen.instances:
         load = one.load
         used = _figure(load, "kv_tokens_used")
