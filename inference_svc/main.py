@@ -118,6 +118,7 @@ async def serve() -> int:
             )
             keeping.cancel()
     except BaseExceptionGroup as group:
+        await server.grpc.stop(None)  # nothing is served without an engine
         # The engine's own end is this process's: without the group around it.
         for error in group.exceptions:
             if isinstance(error, EngineRefusedError):

@@ -94,9 +94,12 @@ def last_line(error: str) -> str:
 
 def cause(lines: Iterable[str]) -> str:
     """Why a process ended, from what it wrote; empty when its lines do not say."""
-    for line in reversed(list(lines)):
+    written = list(lines)
+    for line in reversed(written):
+        # Before all else: what a process says while it is torn down is no cause.
         if line.startswith(CONFIGURATION):
             return _shortened(line.removeprefix(CONFIGURATION))
+    for line in reversed(written):
         entry = parsed(line)
         if entry is not None and isinstance(entry.get("error"), str):
             return last_line(str(entry["error"]))

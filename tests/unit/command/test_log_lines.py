@@ -48,6 +48,7 @@ def test_an_access_line_is_short() -> None:
         (["starting", '{"message": "m"}'], ""),
         ([FAILED, '{"message": "m"}'], "package.OddError: no room"),
         ([FAILED, "configuration: a.b: -1 is out of range"], "a.b: -1 is out of range"),
+        (["configuration: a.b: no", "RuntimeError: Event loop is closed"], "a.b: no"),
         (
             ["Traceback", "  File x", "ModuleNotFoundError: No module"],
             "ModuleNotFoundError: No module",
