@@ -12,17 +12,21 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import psutil
 
 from sluice.command.run_files import RunPaths, read_records
+from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+MODELS_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -86,10 +90,26 @@ def mesh(
     started = subprocess.run(up, env=env, cwd=ROOT, capture_output=True, text=True)
     if started.returncode != 0:
         raise SystemExit(f"the mesh did not start:\n{started.stdout}{started.stderr}")
+    running = Mesh(runtime, port_offset)
     try:
-        yield Mesh(runtime, port_offset)
+        _await_models(running)
+        yield running
     finally:
         subprocess.run([*command, "down"], env=env, check=True, cwd=ROOT, capture_output=True)
+
+
+def _await_models(running: Mesh) -> None:
+    """The scheduler learns of its instances a moment after they serve."""
+    metadata = (("authorization", f"Bearer {running.key}"),)
+    until = time.monotonic() + MODELS_LIMIT_S
+    with grpc.insecure_channel(running.envoy) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        while time.monotonic() < until:
+            listed = stub.ListModels(generate_pb2.ListModelsRequest(), metadata=metadata).models
+            if listed and all(model.available for model in listed):
+                return
+            time.sleep(0.1)
+    raise SystemExit(f"no model was available within {MODELS_LIMIT_S:.0f} s")
 
 
 def write_results(name: str, figures: Mapping[str, float]) -> Path:
