@@ -7,6 +7,7 @@ each process and its children, read before and after a load.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -99,15 +100,16 @@ def mesh(
 
 
 def _await_models(running: Mesh) -> None:
-    """The scheduler learns of its instances a moment after they serve."""
+    """The scheduler learns of its instances, and Envoy of it, a moment after they serve."""
     metadata = (("authorization", f"Bearer {running.key}"),)
     until = time.monotonic() + MODELS_LIMIT_S
     with grpc.insecure_channel(running.envoy) as channel:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         while time.monotonic() < until:
-            listed = stub.ListModels(generate_pb2.ListModelsRequest(), metadata=metadata).models
-            if listed and all(model.available for model in listed):
-                return
+            with contextlib.suppress(grpc.RpcError):  # Envoy looks for schedulers every 0.4 s
+                listed = stub.ListModels(generate_pb2.ListModelsRequest(), metadata=metadata).models
+                if listed and all(model.available for model in listed):
+                    return
             time.sleep(0.1)
     raise SystemExit(f"no model was available within {MODELS_LIMIT_S:.0f} s")
 
