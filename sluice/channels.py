@@ -7,6 +7,7 @@ from the environment, no retries by the library (the scheduler retries), no serv
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,15 @@ import grpc
 import grpc.aio
 
 from sluice.server_limits import MESSAGE_BYTES, MESSAGE_SLACK_BYTES, METADATA_BYTES, Options
+
+TARGET_CHARS_MAX = 256
+_TARGET = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9._-]*):[0-9]{1,5}")
+
+
+def is_target(text: str) -> bool:
+    """Whether a peer's word for an address is ``host:port`` and nothing else that the library would
+    dial: no scheme (``unix:``, ``dns:``, ``xds:``), no path. IPv6 addresses stand in brackets."""
+    return len(text) <= TARGET_CHARS_MAX and _TARGET.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from execution_svc.adapters.counts import Counts
 from execution_svc.adapters.instance_link import InstanceLink
 from execution_svc.adapters.relay import Relay
 from sluice import logs
+from sluice.channels import is_target
 from sluice.errors import SluiceError, exhausted, invalid, unavailable
 from sluice.execution.v1 import execution_pb2
 from sluice.frames import FrameConnection, FrameWriter, LossKind, read_frames
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 log = logs.get(__name__)
 
 LINKS_MAX = 1024  # instances of one scheduler stream
-ADDRESS_CHARS_MAX = 256
 DRAIN_IDLE_S = 1.0
 DRAIN_POLL_S = 0.05
 
@@ -129,8 +129,8 @@ class SchedulerStream:
     def _check(self, instance: execution_pb2.InstanceRef, path: str) -> None:
         if not is_request_id(instance.name):
             raise invalid(f"{path}.name", "must be 1 to 128 visible ASCII characters")
-        if not 1 <= len(instance.address) <= ADDRESS_CHARS_MAX:
-            raise invalid(f"{path}.address", f"must be 1 to {ADDRESS_CHARS_MAX} characters")
+        if not is_target(instance.address):
+            raise invalid(f"{path}.address", "must be host:port")
 
     def _link(self, part: execution_pb2.InstanceRequest) -> InstanceLink | None:
         """The link for a part, opened if there is none; ``None`` for a part with cancels only,

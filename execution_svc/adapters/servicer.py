@@ -14,9 +14,10 @@ from typing import Any
 import grpc.aio
 
 from execution_svc.adapters.counts import Counts
-from execution_svc.adapters.scheduler_stream import ADDRESS_CHARS_MAX, SchedulerStream
+from execution_svc.adapters.scheduler_stream import SchedulerStream
 from execution_svc.ports import Instances
 from sluice import deadline
+from sluice.channels import is_target
 from sluice.errors import SluiceError, exhausted, failed_precondition, invalid, unavailable
 from sluice.execution.v1 import execution_pb2, execution_pb2_grpc
 from sluice.frames_grpc import server_connection
@@ -152,8 +153,8 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             raise _draining()
         if not is_request_id(instance.name):
             raise invalid("instance.name", "must be 1 to 128 visible ASCII characters")
-        if not 1 <= len(instance.address) <= ADDRESS_CHARS_MAX:
-            raise invalid("instance.address", f"must be 1 to {ADDRESS_CHARS_MAX} characters")
+        if not is_target(instance.address):
+            raise invalid("instance.address", "must be host:port")
 
     @contextmanager
     def _traced(self, request_id: str, instance: str) -> Iterator[str]:
