@@ -86,13 +86,13 @@ class SchedulerConfig:
         30.0, unit="s", ge=0.05, le=3600.0, help="Longest pause between two tokens of one output."
     )
     write_cost_us: float = setting(
-        100.0, unit="us", ge=1.0, le=10000.0, help="CPU time of one client write, for the flush."
+        150.0, unit="us", ge=1.0, le=10000.0, help="CPU time of one client write, for the flush."
     )
     write_share: float = setting(
         0.3, ge=0.05, le=1.0, help="Share of one core that client writes keep to."
     )
     write_capacity: float = setting(
-        0.6, ge=0.05, le=1.0, help="Share of one core beyond which new streams are refused."
+        0.7, ge=0.05, le=1.0, help="Share of one core beyond which new streams are refused."
     )
     write_limit_s: float = setting(
         30.0, unit="s", ge=0.1, le=3600.0, help="A client that reads nothing for so long is ended."

@@ -1,6 +1,6 @@
 """How often a client's stream is written to: the budget of one process for client writes.
 
-A write of one message to one client costs this process about 100 µs, however much text the
+A write of one message to one client costs this process about 150 µs, however much text the
 message carries (docs/BENCHMARKS.md). So the first token leaves at once, and after that a stream
 is flushed at an interval that grows with the number of open streams, such that all writes
 together keep a bounded share of one core. The interval is capped by the priority class: past the
@@ -33,9 +33,9 @@ class FlushBudget:
     writes keep when no cap binds. ``capacity_share``: share of one core that writes may take at
     most, when caps bind; a stream beyond it is refused."""
 
-    write_cost_s: float = 100e-6
+    write_cost_s: float = 150e-6
     write_share: float = 0.3
-    capacity_share: float = 0.6
+    capacity_share: float = 0.7
     _open: dict[PriorityClass, int] = field(default_factory=lambda: dict.fromkeys(PriorityClass, 0))
     _open_streams: int = 0
 
