@@ -122,7 +122,14 @@ class Ticket:
     against the queue's byte bounds and teaches the bytes-per-token ratio. ``deadline_s`` and
     ``first_token_limit_s`` are absolute. ``attempts`` counts charged attempts: those that an
     instance failed; ``attempt`` numbers every dispatch and only grows. ``prefix`` is ``None`` when
-    nobody looks at prefixes. Fields below it belong to the scheduler.
+    nobody looks at prefixes. ``continuable``: whether an output that was begun may be continued by
+    another attempt. Fields below it belong to the scheduler.
+
+    ``fingerprint``: of the model that began the output; only instances with the same one may go on
+    with it. ``None``: nothing was begun. ``resumed_tokens``: output tokens that earlier attempts
+    made; the next attempt reads them again, as part of its prompt, and they stay part of the
+    output. ``migrations`` counts the times it went on elsewhere after its first token,
+    ``yields`` the times it gave its place away.
     """
 
     id: TicketId
@@ -140,6 +147,11 @@ class Ticket:
     excluded: set[InstanceName] = field(default_factory=set)
     attempts: int = 0
     prefix: Prefix | None = None
+    continuable: bool = False
+    fingerprint: str | None = field(default=None, init=False)
+    resumed_tokens: int = field(default=0, init=False)
+    migrations: int = field(default=0, init=False)
+    yields: int = field(default=0, init=False)
     state: TicketState = field(default=TicketState.NEW, init=False)
     attempt: int = field(default=0, init=False)
     row: int = field(default=-1, init=False)
