@@ -84,6 +84,7 @@ class LiveRequest:
         "whole",
         "work",
         "write_began_s",
+        "written_to",
     )
 
     def __init__(
@@ -123,6 +124,7 @@ class LiveRequest:
         self.first_token_s = 0.0
         self.last_token_s = 0.0
         self.write_began_s = 0.0
+        self.written_to = False
         self._flush = flush
         self._flush_at_s = 0.0
         self._loop = loop
@@ -156,6 +158,9 @@ class LiveRequest:
         self.dispatch_s = self.last_token_s = now
         if self.unary:
             self._wake()
+        elif not (self.whole or self.written_to):
+            self.written_to = True
+            self._flush.begin(self.ticket.priority_class)
 
     def accept(self, accepted: inference_pb2.Accepted) -> None:
         """An instance took it: ``started`` is due, once per request."""
@@ -255,6 +260,9 @@ class LiveRequest:
     def close(self) -> None:
         """The handler is gone."""
         self._disarm()
+        if self.written_to:
+            self.written_to = False
+            self._flush.end(self.ticket.priority_class)
 
     def _pending(self) -> bool:
         return not self.whole and any(output.pending for output in self.outputs)

@@ -249,6 +249,7 @@ class Rig:
         await asyncio.sleep(0.5)
         assert not self.gate.lives
         assert self.gate.flush.open_streams == 0
+        assert self.gate.flush.written_streams == 0
         assert all(link.open_slots() == 0 for link in self.gate.links)
         snapshot = self.gate.domain.snapshot()
         assert snapshot.running == 0

@@ -21,8 +21,8 @@ Run = Callable[[Coroutine[object, object, None]], None]
 
 def make_live(*, streams: int = 1, whole: bool = False, n: int = 1) -> LiveRequest:
     flush = FlushBudget(write_cost_s=0.001, write_share=0.5)
-    for _ in range(streams):
-        flush.open(PriorityClass.STANDARD)
+    for _ in range(streams - 1):  # the live request itself is one more
+        flush.begin(PriorityClass.STANDARD)
     ticket = Ticket(
         id=TicketId(1),
         request_id="r1",
