@@ -19,7 +19,7 @@ from typing import Final, Protocol
 from google.protobuf.message import DecodeError
 
 from scheduler_svc.adapters.lane import FRAME_BYTES_MAX, Lane, Slot
-from scheduler_svc.domain.model import InstanceName
+from scheduler_svc.domain.model import FaultKind, InstanceName
 from sluice import logs
 from sluice.execution.v1 import execution_pb2
 from sluice.frames import FrameBroken, FrameConnection, FrameWriter, LossKind, read_frames
@@ -31,6 +31,12 @@ RECONNECT_MAX_S: Final = 1.0
 ExecuteConnection = FrameConnection[
     execution_pb2.ExecuteFramesRequest, execution_pb2.ExecuteFramesResponse
 ]
+
+_LOSSES: Final = {
+    execution_pb2.LOSS_REASON_UNREACHABLE: FaultKind.UNREACHABLE,
+    execution_pb2.LOSS_REASON_CLOSED: FaultKind.GOING_DOWN,
+    execution_pb2.LOSS_REASON_PROTOCOL: FaultKind.PROTOCOL,
+}
 
 log = logs.get(__name__)
 
@@ -47,7 +53,7 @@ class LinkObserver(Protocol):
     def lane_credit(self, lane: Lane, credit: inference_pb2.Credit) -> None:
         """The instance grants this stream another share of its room."""
 
-    def lane_lost(self, lane: Lane, slots: list[Slot], reason: str) -> None:
+    def lane_lost(self, lane: Lane, slots: list[Slot], kind: FaultKind, reason: str) -> None:
         """Everything that ran on the lane is gone."""
 
     def link_changed(self, link: ExecutionLink) -> None:
@@ -187,7 +193,8 @@ class ExecutionLink:
                 continue
             if part.HasField("lost"):
                 reason = execution_pb2.LossReason.Name(part.lost.reason)
-                self._observer.lane_lost(lane, list(lane.take_all()), reason)
+                kind = _LOSSES.get(part.lost.reason, FaultKind.LOST_CONNECTION)
+                self._observer.lane_lost(lane, list(lane.take_all()), kind, reason)
             else:
                 self._read_instance(lane, part.frame, now)
         if response.draining != self.draining:
@@ -203,7 +210,7 @@ class ExecutionLink:
             if lane.epoch:
                 lost = list(lane.take_all())
                 lane.open = True  # the stream lives on, with a new engine behind it
-                self._observer.lane_lost(lane, lost, "EPOCH_CHANGED")
+                self._observer.lane_lost(lane, lost, FaultKind.ENGINE_DOWN, "EPOCH_CHANGED")
             lane.epoch = frame.epoch
         if frame.deltas:
             self._read_deltas(lane, frame.deltas, now)
@@ -223,7 +230,8 @@ class ExecutionLink:
             deltas = inference_pb2.DeltaBatch.FromString(batch).deltas
         except DecodeError:
             lane.close_due = True
-            self._observer.lane_lost(lane, list(lane.take_all()), "MALFORMED_OUTPUT")
+            lost = list(lane.take_all())
+            self._observer.lane_lost(lane, lost, FaultKind.PROTOCOL, "MALFORMED_OUTPUT")
             self._wake(lane)
             return
         self.deltas_read += len(deltas)
@@ -236,7 +244,7 @@ class ExecutionLink:
 
     def _lose_all(self, reason: str) -> None:
         for lane in self.lanes.values():
-            self._observer.lane_lost(lane, list(lane.take_all()), reason)
+            self._observer.lane_lost(lane, list(lane.take_all()), FaultKind.LOST_RELAY, reason)
         self.lanes.clear()
         self._dirty.clear()
 

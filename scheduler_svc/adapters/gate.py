@@ -26,6 +26,7 @@ from scheduler_svc.domain.flush import FlushBudget
 from scheduler_svc.domain.model import (
     Abort,
     Dispatch,
+    FaultKind,
     InstanceName,
     InstanceReport,
     Outcome,
@@ -55,6 +56,23 @@ _REJECTIONS: Final = {
     inference_pb2.REJECT_REASON_NO_ROOM: RejectKind.NO_ROOM,
     inference_pb2.REJECT_REASON_DRAINING: RejectKind.DRAINING,
     inference_pb2.REJECT_REASON_EXPIRED: RejectKind.EXPIRED,
+}
+
+# Reasons with which an engine that died ends what it ran.
+_DEATHS: Final = frozenset(("ENGINE_DIED", "ENGINE_FAILED", "ENGINE_DOWN"))
+
+# Codes of a unary call that failed through no fault of the request.
+_CALL_FAULTS: Final = {
+    Code.UNAVAILABLE: FaultKind.LOST_CONNECTION,
+    Code.INTERNAL: FaultKind.ENGINE_ERROR,
+    Code.UNKNOWN: FaultKind.ENGINE_ERROR,
+    Code.CANCELLED: FaultKind.GOING_DOWN,
+}
+_CALL_REASONS: Final = {
+    "EXECUTION_UNREACHABLE": FaultKind.LOST_RELAY,
+    "PEER_UNAVAILABLE": FaultKind.LOST_RELAY,
+    "INSTANCE_UNREACHABLE": FaultKind.LOST_CONNECTION,
+    "ENGINE_NOT_SERVING": FaultKind.NOT_SERVING,
 }
 
 _FINISH_REASONS: Final = {
@@ -215,8 +233,8 @@ class Gate:
                 self.domain.ended(live.ticket.id, attempt, now)
             elif error.code is Code.RESOURCE_EXHAUSTED:
                 self.domain.rejected(live.ticket.id, attempt, RejectKind.NO_ROOM, now)
-            elif error.code in (Code.UNAVAILABLE, Code.INTERNAL, Code.UNKNOWN, Code.CANCELLED):
-                self._attempt_failed(live, attempt, now, error)
+            elif error.code in _CALL_FAULTS:
+                self._attempt_failed(live, attempt, call_fault(error), now, error)
             else:
                 live.fail(error, Outcome.INVALID)
                 self.domain.ended(live.ticket.id, attempt, now)
@@ -345,7 +363,7 @@ class Gate:
                 lambda now: self.domain.credit(lane.name, credit.sequences, credit.kv_tokens, now)
             )
 
-    def lane_lost(self, lane: Lane, slots: list[Slot], reason: str) -> None:
+    def lane_lost(self, lane: Lane, slots: list[Slot], kind: FaultKind, reason: str) -> None:
         """See LinkObserver."""
         if slots:
             log.warning("requests lost", instance=lane.name, count=len(slots), reason=reason)
@@ -357,7 +375,7 @@ class Gate:
             if is_current:
                 self.domain.lost(lane.name, now)
             for slot in slots:
-                self._failed(slot, now)
+                self._failed(slot, kind, now)
 
         self.post(lose)
 
@@ -420,11 +438,12 @@ class Gate:
         live = slot.live
         reasons = {output.finish_reason for output in ended.outputs}
         if live is not None and ended.HasField("status"):
-            self.post(lambda now: self._failed(slot, now, from_status(ended.status)))
+            error = from_status(ended.status)
+            self.post(lambda now: self._failed(slot, end_fault(error), now, error))
             return
         if live is not None and result_pb2.FINISH_REASON_CANCELLED in reasons:
             # Nobody here asked for that: the instance goes down.
-            self.post(lambda now: self._failed(slot, now))
+            self.post(lambda now: self._failed(slot, FaultKind.GOING_DOWN, now))
             return
         tokens, outcome = None, Outcome.FINISHED
         if live is not None and result_pb2.FINISH_REASON_DEADLINE in reasons:
@@ -462,25 +481,34 @@ class Gate:
         else:
             name = inference_pb2.RejectReason.Name(rejected.reason)
             log.error("an instance rejected a start", instance=live.instance, reason=name)
+            kind = FaultKind.PROTOCOL
             if rejected.reason == inference_pb2.REJECT_REASON_ENGINE_DOWN:
+                kind = FaultKind.NOT_SERVING
                 # Until its next report says more: a request would use up its attempts there.
                 instance = live.instance
                 self.post(lambda now: self.domain.unreachable(instance, name, now))
-            self.post(lambda now: self._failed(slot, now))
+            self.post(lambda now: self._failed(slot, kind, now))
 
-    def _failed(self, slot: Slot, now: float, error: SluiceError | None = None) -> None:
+    def _failed(
+        self, slot: Slot, kind: FaultKind, now: float, error: SluiceError | None = None
+    ) -> None:
         live = slot.live
         if live is None or live.over:
             self.domain.ended(slot.ticket_id, slot.domain_attempt, now)
         else:
-            self._attempt_failed(live, slot.domain_attempt, now, error)
+            self._attempt_failed(live, slot.domain_attempt, kind, now, error)
 
     def _attempt_failed(
-        self, live: LiveRequest, attempt: int, now: float, error: SluiceError | None
+        self,
+        live: LiveRequest,
+        attempt: int,
+        kind: FaultKind,
+        now: float,
+        error: SluiceError | None,
     ) -> None:
         """An attempt failed: the domain places it elsewhere, or it ends with a typed error."""
         delivered = live.first_token_s > 0
-        final = self.domain.failed(live.ticket.id, attempt, now, delivered)
+        final = self.domain.failed(live.ticket.id, attempt, kind, now, delivered)
         if isinstance(final, Refusal):
             final.metadata = {
                 **final.metadata,
@@ -493,6 +521,18 @@ class Gate:
 
 def _link_of(lane: Lane, links: Iterable[ExecutionLink]) -> ExecutionLink | None:
     return next((link for link in links if link.lanes.get(lane.name) is lane), None)
+
+
+def end_fault(error: SluiceError) -> FaultKind:
+    """What an engine's end with an error says of the instance."""
+    return FaultKind.ENGINE_DOWN if error.reason in _DEATHS else FaultKind.ENGINE_ERROR
+
+
+def call_fault(error: SluiceError) -> FaultKind:
+    """What the failure of a unary call says of the instance."""
+    if error.reason in _DEATHS:
+        return FaultKind.ENGINE_DOWN
+    return _CALL_REASONS.get(error.reason) or _CALL_FAULTS[error.code]
 
 
 def no_capacity(retry_after_s: float) -> SluiceError:

@@ -60,6 +60,21 @@ class RejectKind(Enum):
     EXPIRED = "expired"
 
 
+class FaultKind(Enum):
+    """Why an attempt failed, as far as the scheduler can tell. Client errors are none of these."""
+
+    UNREACHABLE = "unreachable"  # no connection to the instance could be made: it never got there
+    LOST_CONNECTION = "lost_connection"  # the stream or the call broke, or fell silent
+    LOST_RELAY = "lost_relay"  # the execution service between is gone; says nothing of the instance
+    ENGINE_DOWN = "engine_down"  # the engine died while it ran there
+    NOT_SERVING = "not_serving"  # the engine was down already, and took nothing
+    ENGINE_ERROR = "engine_error"  # the engine ended this attempt alone with an error
+    PROTOCOL = "protocol"  # the instance broke the protocol, or refused what it should not
+    FIRST_TOKEN_TIMEOUT = "first_token_timeout"  # noqa: S105 - a count of words, not a secret
+    INTER_TOKEN_TIMEOUT = "inter_token_timeout"  # noqa: S105
+    GOING_DOWN = "going_down"  # the instance stops in order, and ended what it ran
+
+
 class WorkKind(Enum):
     """What a ticket asks of an instance."""
 

@@ -29,6 +29,7 @@ from scheduler_svc.domain.model import (
     Demand,
     Dispatch,
     Effect,
+    FaultKind,
     InstanceName,
     InstanceReport,
     Line,
@@ -202,7 +203,7 @@ class Scheduler:
         self._finish(ticket, outcome)
 
     def failed(
-        self, ticket_id: TicketId, attempt: int, now: float, delivered: bool
+        self, ticket_id: TicketId, attempt: int, kind: FaultKind, now: float, delivered: bool
     ) -> Literal["requeued", "ended"] | Refusal:
         """The attempt failed through no fault of the request. Nothing delivered: "requeued" for
         another instance, ``attempts_max`` times in all. Delivered, or no attempt left: the error

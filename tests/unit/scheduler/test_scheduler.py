@@ -9,6 +9,7 @@ from scheduler_svc.domain.model import (
     Abort,
     Demand,
     Dispatch,
+    FaultKind,
     InstanceName,
     Outcome,
     PriorityClass,
@@ -22,6 +23,7 @@ from sluice.errors import Code
 from tests.unit.scheduler.scheduling import NO_SHARE, Bench, a_report, a_ticket
 
 A, B = InstanceName("a"), InstanceName("b")
+LOST = FaultKind.LOST_CONNECTION
 
 
 def test_a_ticket_is_placed_runs_and_ends_once_and_nothing_is_left() -> None:
@@ -341,7 +343,7 @@ def test_a_failure_before_the_first_token_goes_to_another_instance() -> None:
     bench = Bench("a", "b")
     ticket = a_ticket()
     first = bench.dispatch(ticket)
-    assert bench.scheduler.failed(ticket.id, 1, 0.0, delivered=False) == "requeued"
+    assert bench.scheduler.failed(ticket.id, 1, LOST, 0.0, delivered=False) == "requeued"
     (second,) = bench.turn()
     assert {first.instance, second.instance} == {A, B}
     assert (second.attempt, ticket.attempts, ticket.excluded) == (2, 1, {first.instance})
@@ -352,7 +354,7 @@ def test_it_waits_for_the_other_instance_rather_than_go_back_while_that_one_is_u
     ticket = a_ticket()
     first = bench.dispatch(ticket)
     other = bench.dispatch(a_ticket())
-    bench.scheduler.failed(ticket.id, 1, 0.0, delivered=False)
+    bench.scheduler.failed(ticket.id, 1, LOST, 0.0, delivered=False)
     assert bench.turn() == []
     bench.scheduler.ended(other.ticket.id, 1, 0.0)
     (second,) = bench.turn()
@@ -366,9 +368,9 @@ def test_when_every_instance_that_is_up_failed_it_they_may_try_again_within_the_
     ticket = a_ticket()
     bench.dispatch(ticket)
     for attempt in (1, 2):
-        assert bench.scheduler.failed(ticket.id, attempt, 0.0, delivered=False) == "requeued"
+        assert bench.scheduler.failed(ticket.id, attempt, LOST, 0.0, delivered=False) == "requeued"
         assert [e.attempt for e in bench.turn()] == [attempt + 1]
-    final = bench.scheduler.failed(ticket.id, 3, 0.0, delivered=False)
+    final = bench.scheduler.failed(ticket.id, 3, LOST, 0.0, delivered=False)
     assert isinstance(final, Refusal)
     assert refusal_of(final) == (Outcome.INSTANCE_FAILED, Code.UNAVAILABLE, "INSTANCE_LOST")
     assert final.metadata["attempts"] == "3"
@@ -380,7 +382,7 @@ def test_a_failure_after_the_first_token_is_a_typed_error_at_once() -> None:
     ticket = a_ticket()
     bench.dispatch(ticket)
     bench.scheduler.first_token(ticket.id, 1, 0.1)
-    final = bench.scheduler.failed(ticket.id, 1, 0.2, delivered=True)
+    final = bench.scheduler.failed(ticket.id, 1, LOST, 0.2, delivered=True)
     assert refusal_of(final if isinstance(final, Refusal) else None)[2] == "INSTANCE_LOST"
     assert bench.turn() == []
     assert bench.is_empty()
@@ -395,7 +397,7 @@ def test_a_lost_stream_frees_all_its_room_and_hands_back_those_who_still_wait() 
     assert bench.scheduler.lost(A, 0.0) == [t.id for t in on_a[1:]]
     assert bench.scheduler.snapshot().instances[A].running == 0
     for ticket in on_a[1:]:
-        assert bench.scheduler.failed(ticket.id, 1, 0.0, delivered=False) == "requeued"
+        assert bench.scheduler.failed(ticket.id, 1, LOST, 0.0, delivered=False) == "requeued"
     assert bench.turn() == []  # b is full, and a has no credit before its new stream has
     bench.scheduler.ended(on_a[1].id, 1, 0.0)  # of the lost attempt
     bench.up("a")
@@ -417,7 +419,7 @@ def test_stale_attempts_change_nothing() -> None:
     bench = Bench("a", "b")
     ticket = a_ticket()
     bench.dispatch(ticket)
-    bench.scheduler.failed(ticket.id, 1, 0.0, delivered=False)
+    bench.scheduler.failed(ticket.id, 1, LOST, 0.0, delivered=False)
     bench.turn()
     before = bench.scheduler.snapshot()
     scheduler = bench.scheduler
@@ -426,7 +428,7 @@ def test_stale_attempts_change_nothing() -> None:
     scheduler.progressed(ticket.id, 1, 7)
     scheduler.rejected(ticket.id, 1, RejectKind.NO_ROOM, 0.0)
     scheduler.ended(ticket.id, 1, 0.0)
-    assert scheduler.failed(ticket.id, 1, 0.0, delivered=False) == "ended"
+    assert scheduler.failed(ticket.id, 1, LOST, 0.0, delivered=False) == "ended"
     assert scheduler.snapshot() == before
     assert ticket.state is TicketState.RUNNING
 
@@ -461,7 +463,7 @@ def test_an_aborted_ticket_ends_with_the_outcome_of_its_abort_however_it_ends(en
     elif end == "rejected":
         bench.scheduler.rejected(ticket.id, 1, RejectKind.NO_ROOM, 0.0)
     elif end == "failed":
-        assert bench.scheduler.failed(ticket.id, 1, 0.0, delivered=False) == "ended"
+        assert bench.scheduler.failed(ticket.id, 1, LOST, 0.0, delivered=False) == "ended"
     else:
         assert bench.scheduler.lost(A, 0.0) == []
     assert bench.turn() == []
@@ -530,7 +532,7 @@ def test_no_map_grows_with_the_number_of_requests() -> None:
         if number % 3 == 1:
             bench.scheduler.ended(ticket.id, 1, 0.0, output_tokens=5)
         else:
-            bench.scheduler.failed(ticket.id, 1, 0.0, delivered=True)
+            bench.scheduler.failed(ticket.id, 1, LOST, 0.0, delivered=True)
     assert bench.is_empty()
     scheduler = bench.scheduler
     assert not scheduler._tickets

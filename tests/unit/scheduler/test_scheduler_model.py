@@ -25,6 +25,7 @@ from scheduler_svc.domain.limits import ClassLimits
 from scheduler_svc.domain.model import (
     Abort,
     Dispatch,
+    FaultKind,
     InstanceName,
     InstanceReport,
     Outcome,
@@ -477,7 +478,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _failed(self, run: Run, attempt: int, stale: bool, *, delivered: bool) -> None:
         ticket, before = run.ticket, run.ticket.attempts
-        result = self.scheduler.failed(ticket.id, attempt, self.now, delivered)
+        result = self.scheduler.failed(
+            ticket.id, attempt, FaultKind.LOST_CONNECTION, self.now, delivered
+        )
         if stale:
             assert result == "ended"
             return
