@@ -28,6 +28,11 @@ class SchedulerConfig:
         le=4096,
         help="Instances: name=host:port each, or dns:///host:port for all addresses of a name.",
     )
+    state: str = setting(
+        "",
+        help="Address of the state service: tenants, aliases, quotas, decision records. Empty:"
+        " none; then tenants come from the file and quotas are not enforced.",
+    )
     tenants_file: Path = setting(
         Path(".sluice/tenants.toml"), help="Tenants and the hashes of their keys."
     )

@@ -86,6 +86,20 @@ class LocalSettings:
         help="What vLLM computes on. auto: gpu with vLLM's GPU build and a GPU.",
     )
     port_offset: int = setting(0, ge=0, le=20_000, help="Added to every port of the file.")
+    store_port: int = setting(
+        16_379,
+        ge=0,
+        le=PORT_MAX,
+        help="Loopback port of the Valkey that `sluice up` starts. 0: none; state.durable_url"
+        " names one.",
+    )
+    store_memory_max_bytes: int = setting(
+        256 << 20,
+        unit="bytes",
+        ge=16 << 20,
+        le=1 << 40,
+        help="Data that it keeps at most; beyond that it refuses writes.",
+    )
     ready_timeout_s: float = setting(
         600.0, unit="s", ge=1.0, le=7_200.0, help="Longest wait until every process is ready."
     )

@@ -29,7 +29,7 @@ HEADER: Final = """\
 """
 CONFIG_HEADER: Final = "# Rendered from sluice.toml by `sluice compose render`; do not edit.\n\n"
 COMPOSE_FILE: Final = "docker-compose.yml"
-# Exact versions. The first Redis server line is the last under a BSD licence.
+# Exact versions. This is the last line of Redis under a BSD licence.
 REDIS_IMAGE: Final = "redis:7.2.4-bookworm"
 JAEGER_IMAGE: Final = "jaegertracing/all-in-one:1.62.0"
 OTLP_ENDPOINT: Final = "http://jaeger:4317"
@@ -42,6 +42,7 @@ _IMAGES: Final[Mapping[Kind, str]] = {
     Kind.ENVOY: "envoy",
     Kind.SCHEDULER: "service",
     Kind.EXECUTION: "service",
+    Kind.STATE: "service",
 }
 # A model may load and compile for long before its first healthy answer.
 _ENGINE_START: Final = "30m"
@@ -84,21 +85,23 @@ def _compose(built: Mapping[Device, Topology]) -> str:
     common = built[Device.CPU]
     services: Table = {"init": _init()}
     for process in common.processes:
-        if process.kind is not Kind.INFERENCE:
+        if process.kind in _IMAGES:
             services[process.name] = _service(process, _IMAGES[process.kind], common)
+        elif process.kind is Kind.STORE:
+            services[process.name] = _redis(process)
     for profile in profiles:
         services[f"models-{profile.device.value}"] = _models(profile)
         for process in built[profile.device].processes:
             if process.kind is Kind.INFERENCE:
                 name = profile.service_name(process.name)
                 services[name] = _instance(process, profile, built[profile.device])
-    services |= {"redis": _redis(), "jaeger": _jaeger()}
+    services["jaeger"] = _jaeger()
     document: Table = {
         "name": "sluice",
         "services": services,
         # Files, since Compose can put no inline text into a container that cannot be written to.
         "configs": {one.config: {"file": f"./{config_path(one.device)}"} for one in profiles},
-        "volumes": {"state": {}, "models": {}, "redis": {}},
+        "volumes": {"state": {}, "models": {}, "store": {}},
     }
     return HEADER + yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120)
 
@@ -252,14 +255,15 @@ def _depends(process: Process, topology: Topology) -> Table:
     return depends
 
 
-def _redis() -> Table:
+def _redis(process: Process) -> Table:
     return {
         "image": REDIS_IMAGE,
         **_confined(),
         "user": "redis",
         "restart": "unless-stopped",
-        "command": ["redis-server", "--appendonly", "yes", "--appendfsync", "always"],
-        "volumes": ["redis:/data"],
+        "stop_grace_period": f"{process.drain_s:.0f}s",
+        "command": list(process.command),
+        "volumes": ["store:/data"],
         "healthcheck": {
             "test": ["CMD", "redis-cli", "ping"],
             "interval": "10s",

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from sluice.command import processes
-from sluice.command.topology import GIB, MIB, Topology
+from sluice.command.topology import GIB, MIB, Kind, Topology
 from sluice.mesh_config import Address, Device, Engine
 
 # Below this share of what the processes are expected to need, a start would end in the kernel's
@@ -54,6 +54,7 @@ def check(topology: Topology, runtime: Path, disk_bytes_min: int) -> list[Proble
         *_disk(runtime, disk_bytes_min),
         *_memory(topology),
         *_engine(topology),
+        *_store(topology),
     ]
 
 
@@ -144,6 +145,17 @@ def _engine(topology: Topology) -> list[Problem]:
                 Problem(f"there is no model in {instance.path}: run `make model`, or correct path")
             )
     return problems
+
+
+def _store(topology: Topology) -> list[Problem]:
+    return [
+        Problem(
+            "there is no Valkey or Redis server here: run `make env`, or name one in sluice.toml"
+            " ([state] durable_url, with [local] store_port = 0)"
+        )
+        for process in topology.processes
+        if process.kind is Kind.STORE and shutil.which(process.command[0]) is None
+    ]
 
 
 def _loads(library: str) -> bool:

@@ -1,13 +1,15 @@
 """Asks a process whether it serves; also the health check of containers.
 
-`python -m sluice.command.probe grpc HOST:PORT` and `python -m sluice.command.probe http URL` exit
-with 0 when it does. Blocking; each question opens a connection of its own, so that no backoff of an
-earlier one delays it. Failure modes: everything that is not a clear yes is a no.
+`python -m sluice.command.probe grpc HOST:PORT`, `... http URL` and `... ping HOST:PORT` (a PING in
+Redis's protocol) exit with 0 when it does. Blocking; each question opens a connection of its own,
+so that no backoff of an earlier one delays it. Failure modes: everything that is not a clear yes is
+a no.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import urllib.error
 import urllib.request
@@ -18,6 +20,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from sluice.command.topology import Probe
+from sluice.mesh_config import Address, parse_address
 
 TIMEOUT_S: Final = 2.0
 _OPTIONS: Final = (("grpc.enable_http_proxy", 0),)
@@ -35,6 +38,8 @@ def check(probe: Probe, timeout_s: float = TIMEOUT_S) -> Health:
     """The answer within `timeout_s`."""
     if probe.http_path:
         return check_http(f"http://{probe.address}{probe.http_path}", timeout_s)
+    if probe.ping:
+        return check_ping(probe.address, timeout_s)
     return check_grpc(str(probe.address), timeout_s)
 
 
@@ -53,6 +58,17 @@ def check_grpc(target: str, timeout_s: float = TIMEOUT_S) -> Health:
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return Health.SERVING
     return Health.NOT_SERVING
+
+
+def check_ping(address: Address, timeout_s: float = TIMEOUT_S) -> Health:
+    """A PING; a server that still loads its data answers otherwise, which is NOT_SERVING."""
+    try:
+        with socket.create_connection((address.host, address.port), timeout_s) as connection:
+            connection.sendall(b"PING\r\n")
+            answer = connection.recv(64)
+    except OSError:
+        return Health.DOWN
+    return Health.SERVING if answer.startswith(b"+PONG") else Health.NOT_SERVING
 
 
 def check_http(url: str, timeout_s: float = TIMEOUT_S) -> Health:
@@ -75,8 +91,12 @@ def main(argv: list[str]) -> int:
             health = check_grpc(target)
         case ["http", url]:
             health = check_http(url)
+        case ["ping", target]:
+            health = check_ping(parse_address(target, "the address"))
         case _:
-            sys.stderr.write("usage: python -m sluice.command.probe grpc HOST:PORT | http URL\n")
+            sys.stderr.write(
+                "usage: python -m sluice.command.probe grpc HOST:PORT | http URL | ping HOST:PORT\n"
+            )
             return 2
     return 0 if health is Health.SERVING else 1
 

@@ -35,6 +35,11 @@ class RunPaths:
         return self.runtime / "run"
 
     @property
+    def store(self) -> Path:
+        """What the mesh's own store keeps."""
+        return self.runtime / "store"
+
+    @property
     def logs(self) -> Path:
         """One log per process."""
         return self.runtime / "logs"

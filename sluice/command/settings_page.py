@@ -21,6 +21,7 @@ MODULES: Final = (
     "scheduler_svc.config",
     "execution_svc.config",
     "inference_svc.config",
+    "state_svc.config",
 )
 _HEAD: Final = """# Configuration
 

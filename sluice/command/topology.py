@@ -30,6 +30,8 @@ MIB = 1 << 20
 # What a process keeps resident once it serves. vLLM on a CPU: measured with a 135 M model in
 # float32, KV cache not counted; on a GPU weights and cache are in the GPU's memory.
 SERVICE_MEMORY_BYTES = 100 * MIB
+# Valkey with an empty data set keeps 10 MiB.
+STORE_MEMORY_BYTES = 32 * MIB
 VLLM_MEMORY_BYTES = 3 * GIB
 # Longest drains: a scheduler lets streams in flight end, an engine closes within 30 s.
 # What a process may take on top of its own limit on draining, to flush and to exit; an engine
@@ -39,6 +41,10 @@ ENGINE_EXIT_S = 35.0
 DRAIN_DEFAULT_S = 120.0
 SCHEDULER_DEFAULT, MESH_DEFAULT = "127.0.0.1:50051", "127.0.0.1:50052"
 EXECUTION_DEFAULT = "127.0.0.1:50061"
+STATE_DEFAULT = "127.0.0.1:50091"
+STATE_DRAIN_DEFAULT_S = 5.0
+# Where Redis's official image listens.
+REDIS_PORT = 6379
 
 
 class Target(StrEnum):
@@ -57,6 +63,8 @@ class Kind(StrEnum):
     SCHEDULER = "scheduler"
     EXECUTION = "execution"
     INFERENCE = "inference"
+    STATE = "state"
+    STORE = "store"
 
     @property
     def stop_order(self) -> int:
@@ -74,13 +82,14 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """How to ask a process whether it serves: grpc.health.v1 for "", or an HTTP GET that answers
-    200.
+    """How to ask a process whether it serves: grpc.health.v1 for "", an HTTP GET that answers 200,
+    or a PING in Redis's protocol.
     """
 
     address: Address
     http_path: str = ""
-    """Empty: gRPC."""
+    """Empty: gRPC, or a PING."""
+    ping: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +122,8 @@ class Place:
     python: str
     envoy: str
     envoy_config: PurePath
+    store: str
+    """The program of the store: a Valkey or Redis server."""
     bind: Callable[[Address], Address]
     reach: Callable[[str, Address], Address]
     """(process, configured address) -> address to dial it at."""
@@ -156,7 +167,7 @@ class Topology:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def local_place(config: MeshFile, envoy: str) -> Place:
+def local_place(config: MeshFile, envoy: str, store: str) -> Place:
     """This machine: everything at its configured address, files in the runtime folder."""
     runtime = config.runtime_dir
     return Place(
@@ -167,6 +178,7 @@ def local_place(config: MeshFile, envoy: str) -> Place:
         python=sys.executable,
         envoy=envoy,
         envoy_config=runtime / "envoy.yaml",
+        store=store,
         bind=lambda address: address,
         reach=lambda _name, address: address,
     )
@@ -182,6 +194,7 @@ def compose_place() -> Place:
         python="python",
         envoy="envoy",
         envoy_config=PurePosixPath("/tmp/envoy.yaml"),  # noqa: S108 - the container's own
+        store="redis-server",
         bind=lambda address: Address("0.0.0.0", address.port),  # noqa: S104 - the container's own network
         reach=lambda name, address: Address(name, address.port),
     )
@@ -199,6 +212,7 @@ def build(
     scheduler_api = config.bind("scheduler", "bind", SCHEDULER_DEFAULT)
     scheduler_mesh = config.bind("scheduler", "mesh_bind", MESH_DEFAULT)
     execution_api = config.bind("execution", "bind", EXECUTION_DEFAULT)
+    state_api = config.bind("state", "bind", STATE_DEFAULT)
     common = {"SLUICE_CONFIG": str(place.config_path), "PYTHONUNBUFFERED": "1"}
     if place.target is Target.LOCAL:
         common |= {
@@ -209,13 +223,16 @@ def build(
     inference = [_inference(place, one, engine_drain_s, common) for one in instances]
     relay_drain_s = config.number("execution", "drain_grace_s", DRAIN_DEFAULT_S)
     execution = _execution(place, execution_api, relay_drain_s, common)
+    store = _store(config, place, common)
+    state_drain_s = config.number("state", "drain_grace_s", STATE_DRAIN_DEFAULT_S)
+    state = _state(place, state_api, store, state_drain_s, common)
     drain_s = config.number("scheduler", "drain_grace_s", DRAIN_DEFAULT_S)
     scheduler = _scheduler(
-        place, scheduler_api, scheduler_mesh, execution_api, instances, drain_s, common
+        place, scheduler_api, scheduler_mesh, execution_api, state_api, instances, drain_s, common
     )
     settings = _edge_settings(config, place, scheduler_api)
     envoy = _envoy(config, settings, place, common)
-    processes = (envoy, scheduler, execution, *inference)
+    processes = (envoy, scheduler, execution, *inference, state, *((store,) if store else ()))
     return Topology(
         target=place.target,
         engine=engine or instances[0].engine,
@@ -279,6 +296,7 @@ def _scheduler(
     api: Address,
     mesh: Address,
     execution: Address,
+    state: Address,
     instances: tuple[Instance, ...],
     drain_s: float,
     common: Mapping[str, str],
@@ -292,6 +310,7 @@ def _scheduler(
         "SLUICE_SCHEDULER_BIND": str(bind),
         "SLUICE_SCHEDULER_MESH_BIND": str(mesh_bind),
         "SLUICE_SCHEDULER_EXECUTIONS": str(place.reach("execution", execution)),
+        "SLUICE_SCHEDULER_STATE": str(place.reach("state", state)),
         "SLUICE_SCHEDULER_INSTANCES": targets,
         "SLUICE_SCHEDULER_TENANTS_FILE": str(place.runtime_dir / "tenants.toml"),
         "SLUICE_SCHEDULER_KEYS_DIR": str(place.runtime_dir / "keys"),
@@ -306,7 +325,7 @@ def _scheduler(
         env=env,
         ports=(Port("api", bind), Port("mesh", mesh_bind)),
         probe=Probe(bind),
-        depends=("execution", *(instance.name for instance in instances)),
+        depends=("execution", "state", *(instance.name for instance in instances)),
         drain_s=drain_s + EXIT_S,
         memory_bytes=SERVICE_MEMORY_BYTES,
     )
@@ -324,6 +343,61 @@ def _execution(place: Place, api: Address, drain_s: float, common: Mapping[str, 
         depends=(),
         drain_s=drain_s + EXIT_S,
         memory_bytes=SERVICE_MEMORY_BYTES,
+    )
+
+
+def _state(
+    place: Place, api: Address, store: Process | None, drain_s: float, common: Mapping[str, str]
+) -> Process:
+    bind = place.bind(api)
+    env = {**common, "SLUICE_STATE_BIND": str(bind)}
+    if store is not None:
+        at = place.reach(store.name, store.probe.address)
+        env["SLUICE_STATE_DURABLE_URL"] = f"redis://{at}/0"
+    return Process(
+        name="state",
+        kind=Kind.STATE,
+        command=_service_command(place, "state_svc"),
+        env=env,
+        ports=(Port("api", bind),),
+        probe=Probe(bind),
+        depends=(store.name,) if store else (),
+        drain_s=drain_s + EXIT_S,
+        memory_bytes=SERVICE_MEMORY_BYTES,
+    )
+
+
+def _store(config: MeshFile, place: Place, common: Mapping[str, str]) -> Process | None:
+    """The mesh's own Redis-compatible server; None where another is named. What it has acknowledged
+    is on the disk (`appendfsync always`); full, it refuses writes and drops nothing.
+    """
+    named = not config.local.store_port or "SLUICE_STATE_DURABLE_URL" in config.environ
+    if named and place.target is Target.LOCAL:
+        return None
+    command = [place.store, "--appendonly", "yes", "--appendfsync", "always", "--save", ""]
+    command += ["--maxmemory", str(config.local.store_memory_max_bytes)]
+    command += ["--maxmemory-policy", "noeviction"]
+    if place.target is Target.LOCAL:
+        variable = "SLUICE_LOCAL_STORE_PORT"
+        port = config.local.store_port
+        if variable not in config.environ:
+            port = config.shifted(port, "local.store_port")
+        address = Address("127.0.0.1", port)
+        # Nothing but this machine's own processes may reach it: it asks for no password.
+        command += ["--bind", address.host, "--port", str(port)]
+        command += ["--dir", str(place.runtime_dir / "store")]
+    else:
+        address = Address("127.0.0.1", REDIS_PORT)
+    return Process(
+        name="store",
+        kind=Kind.STORE,
+        command=tuple(command),
+        env=common if place.target is Target.COMPOSE else {MARK_VARIABLE: common[MARK_VARIABLE]},
+        ports=(Port("store", address),),
+        probe=Probe(address, ping=True),
+        depends=(),
+        drain_s=EXIT_S,
+        memory_bytes=STORE_MEMORY_BYTES,
     )
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def local(**environ: str) -> Topology:
     file = read(ROOT / "sluice.toml", environ)
-    return build(file, local_place(file, "envoy"), Device.CPU)
+    return build(file, local_place(file, "envoy", "valkey-server"), Device.CPU)
 
 
 def compose() -> Topology:
@@ -27,6 +27,10 @@ def test_local_and_compose_run_the_same_processes_with_the_same_wiring() -> None
     assert [one.name for one in here.processes] == [one.name for one in there.processes]
     for left, right in zip(here.processes, there.processes, strict=True):
         own = {"SLUICE_MARK", "SLUICE_MESH_RUNTIME_DIR"}
+        if left.kind is Kind.STORE:
+            # A container has its own image, address and volume; it keeps data in the same way.
+            assert there.process("store").command[1:] == left.command[1 : len(right.command)]
+            continue
         if left.kind is not Kind.ENVOY:
             assert left.env.keys() - own == right.env.keys()
             assert left.command[1:] == right.command[1:]
@@ -44,6 +48,9 @@ def test_every_address_that_is_dialled_is_one_that_somebody_serves() -> None:
         entry.partition("=")[2] for entry in scheduler["SLUICE_SCHEDULER_INSTANCES"].split(",")
     ]
     dialled += topology.envoy.schedulers
+    dialled.append(scheduler["SLUICE_SCHEDULER_STATE"])
+    url = topology.process("state").env["SLUICE_STATE_DURABLE_URL"]
+    dialled.append(url.removeprefix("redis://").removesuffix("/0"))
     assert set(dialled) <= served
 
 
@@ -53,7 +60,28 @@ def test_containers_find_each_other_by_name() -> None:
     assert scheduler["SLUICE_SCHEDULER_EXECUTIONS"] == "execution:50061"
     assert "chat-0=chat-0:50081" in scheduler["SLUICE_SCHEDULER_INSTANCES"]
     assert topology.envoy.schedulers == ("scheduler:50051",)
+    assert scheduler["SLUICE_SCHEDULER_STATE"] == "state:50091"
+    assert topology.process("state").env["SLUICE_STATE_DURABLE_URL"] == "redis://store:6379/0"
     assert topology.target is Target.COMPOSE
+
+
+def test_the_store_is_on_loopback_and_acknowledges_what_is_on_the_disk() -> None:
+    command = list(local().process("store").command)
+    options = dict(zip(command[1::2], command[2::2], strict=True))
+    assert options["--bind"] == "127.0.0.1"
+    assert options["--appendfsync"] == "always"
+    assert options["--maxmemory-policy"] == "noeviction"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("SLUICE_LOCAL_STORE_PORT", "0"), ("SLUICE_STATE_DURABLE_URL", "redis://elsewhere:6379/0")],
+)
+def test_no_store_is_started_where_another_is_named(variable: str, value: str) -> None:
+    topology = local(**{variable: value})
+    assert Kind.STORE not in {one.kind for one in topology.processes}
+    # Its own configuration and environment say which.
+    assert "SLUICE_STATE_DURABLE_URL" not in topology.process("state").env
 
 
 def test_every_process_of_this_machine_is_marked_and_none_elsewhere() -> None:
@@ -114,5 +142,5 @@ def test_a_topology_says_whether_answers_are_simulated(
     engine: Engine | None, simulated: bool
 ) -> None:
     file = read(ROOT / "sluice.toml", {})
-    topology = build(file, local_place(file, "envoy"), Device.CPU, engine)
+    topology = build(file, local_place(file, "envoy", "valkey-server"), Device.CPU, engine)
     assert topology.simulated is simulated
