@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
+from typing import Final
 
 REQUEST_ID_CHARS_MAX = 128
+_REQUEST_ID: Final = re.compile(rf"[!-~]{{1,{REQUEST_ID_CHARS_MAX}}}")
 
 
 def new_request_id() -> str:
@@ -20,4 +23,4 @@ def new_epoch() -> int:
 
 def is_request_id(text: str) -> bool:
     """Whether a caller's request id is acceptable: 1 to 128 visible ASCII characters."""
-    return 0 < len(text) <= REQUEST_ID_CHARS_MAX and all("!" <= char <= "~" for char in text)
+    return _REQUEST_ID.fullmatch(text) is not None

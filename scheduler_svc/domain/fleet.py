@@ -93,6 +93,7 @@ class Fleet:
         self._model_ids: dict[str, int] = {}
         self._next_model_id = 1
         self._paused: set[InstanceName] = set()
+        self._stale_from_s = inf  # no report goes stale before; reports only move it on
         self._usable: dict[Line, Mask] = {}
         self._all = {
             "model_id": np.zeros(size),
@@ -255,7 +256,9 @@ class Fleet:
             self._release(instance)
 
     def refresh(self, now: float) -> None:
-        """Lets time pass: reports go stale, pauses end. One column comparison."""
+        """Lets time pass: reports go stale, pauses end. Nothing to do in nearly every turn."""
+        if now < self._stale_from_s and not self._paused:
+            return
         for name in [n for n in self._paused if self._by_name[n].paused_until_s <= now]:
             self._resume(self._by_name[name])
             self.refresh_row(self._by_name[name].row)
@@ -265,6 +268,7 @@ class Fleet:
             instance.foreign_sequences = instance.foreign_kv_tokens = 0
             self._stale_at_s[row] = inf  # looked at once
             self._reopen(instance)
+        self._stale_from_s = float(self._stale_at_s.min(initial=inf))
 
     def refresh_row(self, row: int) -> None:
         """Works the room and load columns of a row out anew."""
@@ -320,6 +324,7 @@ class Fleet:
         for row in self._free_rows:
             assert self._by_row[row] is None
             assert self._ledger.load(row).sequences == 0
+        assert self._stale_from_s <= self._stale_at_s.min(initial=inf)
 
     # --- parts -------------------------------------------------------------------------------
 
@@ -393,6 +398,7 @@ class Fleet:
             self._usable.clear()
         if not instance.stale:
             self._stale_at_s[row] = instance.report_s + self._limits.report_stale_s
+            self._stale_from_s = min(self._stale_from_s, float(self._stale_at_s[row]))
         context_tokens = float(report.context_tokens) or inf
         if self.context_tokens[row] != context_tokens:
             self.context_tokens[row] = context_tokens
