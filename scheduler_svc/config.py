@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from scheduler_svc.domain.limits import SchedulerLimits
 from scheduler_svc.domain.model import PriorityClass
 from scheduler_svc.domain.placement import POLICIES
 from sluice.config import section, setting
@@ -55,6 +56,21 @@ class SchedulerConfig:
     )
     prefix_index_mib: int = setting(
         128, unit="MiB", ge=1, le=65536, help="Memory of the prefix index, if the policy has one."
+    )
+    report_stale_s: float = setting(
+        3.0, unit="s", ge=0.5, le=300.0, help="Age from which an instance's load report is stale."
+    )
+    stale_reports: str = setting(
+        "open",
+        choices=("open", "closed"),
+        help="An instance with a stale report is used by ledger and credit alone, or not at all.",
+    )
+    no_instance_wait_s: float = setting(
+        10.0,
+        unit="s",
+        ge=0.0,
+        le=3600.0,
+        help="How long requests wait for a known model that no instance can serve now.",
     )
     drain_grace_s: float = setting(
         120.0, unit="s", ge=0.0, le=3600.0, help="Longest wait for open requests at shutdown."
@@ -120,6 +136,16 @@ class ClassTimes:
     def first_token_limit_s(self, priority_class: PriorityClass) -> float:
         """Longest wait for the first token."""
         return self.first_tokens_s[priority_class]
+
+
+def domain_limits(config: SchedulerConfig) -> SchedulerLimits:
+    """The domain's numbers, as far as they can be set."""
+    return SchedulerLimits(
+        prefix_index_bytes=config.prefix_index_mib << 20,
+        report_stale_s=config.report_stale_s,
+        stale_open=config.stale_reports == "open",
+        no_instance_wait_s=config.no_instance_wait_s,
+    )
 
 
 def class_times(config: SchedulerConfig) -> ClassTimes:

@@ -16,9 +16,8 @@ from scheduler_svc.adapters.gate import Gate
 from scheduler_svc.adapters.metrics import SchedulerMetrics
 from scheduler_svc.adapters.public_api import EmbedStub, PublicApi
 from scheduler_svc.adapters.tenants import TenantsFile
-from scheduler_svc.config import SchedulerConfig, class_times
+from scheduler_svc.config import SchedulerConfig, class_times, domain_limits
 from scheduler_svc.domain.flush import FlushBudget
-from scheduler_svc.domain.limits import SchedulerLimits
 from scheduler_svc.domain.model import InstanceName
 from scheduler_svc.domain.placement import POLICIES
 from scheduler_svc.domain.scheduler import Scheduler
@@ -56,8 +55,7 @@ class Parts:
         self._config = config
         self._channels = {target: open_channel(target) for target in config.executions}
         flush = FlushBudget(config.write_cost_us * 1e-6, config.write_share, config.write_capacity)
-        limits = SchedulerLimits(prefix_index_bytes=config.prefix_index_mib << 20)
-        domain = Scheduler(limits, POLICIES[config.placement](0))
+        domain = Scheduler(domain_limits(config), POLICIES[config.placement](0))
         self.gate = Gate(domain, _signer(config), flush, config.write_limit_s)
         self.gate.links = [
             ExecutionLink(target, partial(self._connect, target), self.gate)

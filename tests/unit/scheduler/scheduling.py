@@ -27,7 +27,7 @@ from scheduler_svc.domain.scheduler import Scheduler
 
 THOROUGH: Final = os.environ.get("SLUICE_TEST_THOROUGH") == "1"
 
-SEARCH_TIMEOUT_S: Final = 7_200 if THOROUGH else 120
+SEARCH_TIMEOUT_S: Final = 7_200 if THOROUGH else 600
 
 SEARCH: Final = settings(
     max_examples=2_000 if THOROUGH else 120,
