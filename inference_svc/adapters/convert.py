@@ -27,6 +27,7 @@ from sluice.common.v1 import input_pb2, sampling_pb2
 from sluice.errors import invalid, not_found
 from sluice.ids import REQUEST_ID_CHARS_MAX, is_request_id
 from sluice.inference.v1 import inference_pb2
+from sluice.sampling_rules import check_constraint, no_constraint
 
 MESSAGES_MAX = 4096
 TOOLS_MAX = 256
@@ -217,12 +218,9 @@ def _to_constraint(source: sampling_pb2.StructuredOutput) -> Constraint:
     if kind == "choice":
         return Constraint(ConstraintKind.CHOICE, choices=tuple(source.choice.values))
     if kind == "json_object":
-        if not source.json_object:
-            raise invalid(f"{sampling_rules.CONSTRAINT_FIELD}.json_object", "must be true when set")
+        check_constraint(kind, source.json_object)
         return Constraint(ConstraintKind.JSON_OBJECT)
-    raise invalid(
-        sampling_rules.CONSTRAINT_FIELD, "must be a JSON schema, regex, grammar, choice or object"
-    )
+    raise no_constraint()
 
 
 def _check_bytes(path: str, text: str, least: int, most: int) -> None:

@@ -34,6 +34,8 @@ from scheduler_svc.domain.model import (
     Refusal,
     Refuse,
     RejectKind,
+    Ticket,
+    WorkKind,
 )
 from scheduler_svc.domain.scheduler import Scheduler
 from sluice import logs
@@ -121,6 +123,15 @@ class Gate:
         self._loop = asyncio.get_running_loop()
 
     # A request's way through the gate.
+
+    def check(self, ticket: Ticket) -> None:
+        """Raises when the request would be refused now: a handler asks before it does any work
+        for it. :meth:`admit` asks the domain again, in the owner's turn."""
+        refusal = self.domain.refuse(ticket, self._loop.time())
+        if refusal is not None:
+            raise refusal
+        if ticket.kind is WorkKind.GENERATE and not self.flush.can_open(ticket.priority_class):
+            raise no_capacity(retry_after_s=1.0)
 
     def admit(self, live: LiveRequest) -> None:
         """Queues a request. Its end, whatever it is, arrives at ``live``; :meth:`leave` follows."""

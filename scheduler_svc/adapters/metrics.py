@@ -65,13 +65,17 @@ class SchedulerMetrics:
             kind="server",
         )
 
-    def refused(self, outcome: Outcome, error: SluiceError) -> None:
-        """A request was refused before it was admitted."""
-        self.outcomes[None, outcome] += 1
+    def refused(self, outcome: Outcome, error: SluiceError, ticket: Ticket | None) -> None:
+        """A request was refused before it was admitted; ``ticket``: if it came so far."""
+        self.outcomes[None if ticket is None else ticket.priority_class, outcome] += 1
         self._count_limit(error)
-        span = self._telemetry.span(names.SPAN_REQUEST, current_traceparent(), kind="server")
+        if ticket is None:
+            span = self._telemetry.span(names.SPAN_REQUEST, current_traceparent(), kind="server")
+            if span.recording:
+                span.set(names.ATTR_REQUEST_ID, context.request_id.get())
+        else:
+            span = self.request_span(ticket)
         if span.recording:
-            span.set(names.ATTR_REQUEST_ID, context.request_id.get())
             span.set(names.ATTR_OUTCOME, outcome.value)
         span.end(error.reason)
 

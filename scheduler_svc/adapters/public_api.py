@@ -23,7 +23,7 @@ import grpc
 from scheduler_svc.adapters import translate
 from scheduler_svc.adapters.answers import deltas_due, finished, started, whole_answer
 from scheduler_svc.adapters.catalog import Catalog
-from scheduler_svc.adapters.gate import Gate, no_capacity
+from scheduler_svc.adapters.gate import Gate
 from scheduler_svc.adapters.live_request import LiveRequest
 from scheduler_svc.adapters.metrics import SchedulerMetrics
 from scheduler_svc.adapters.tenants import Tenant, TenantsFile
@@ -32,6 +32,7 @@ from scheduler_svc.domain.model import (
     InstanceName,
     Outcome,
     PriorityClass,
+    Refusal,
     Ticket,
     TicketId,
     WorkKind,
@@ -189,19 +190,21 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _generation(
         self, request: translate.GenerateMessage, context: Context, *, whole: bool
     ) -> tuple[LiveRequest, str]:
-        """Checks a request and makes its live form; raises a typed refusal."""
+        """Checks a request and makes its live form; raises a typed refusal. Cheapest check first,
+        and nothing is copied or hashed for a request before all of them: a refusal costs little."""
+        ticket: Ticket | None = None
         try:
             caller = self._caller(request, context)
-            source = translate.read_input(request)
+            source = translate.check_input(request)
             model = self._catalog.resolve(request.model, caller.tenant)
-            work = translate.work_for(request, caller.tenant.name, caller.request_id, model, source)
+            output = translate.check_sampling(request.sampling)
             domain = self._gate.domain
             ticket = self._ticket(caller, model, source.size_bytes, context)
             ticket.prompt_tokens = source.tokens or domain.expected_prompt_tokens(
                 model, source.size_bytes
             )
-            ticket.output_tokens = work.sampling.n * domain.expected_output_tokens(
-                caller.tenant.name, model, work.sampling.max_tokens
+            ticket.output_tokens = output.count * domain.expected_output_tokens(
+                caller.tenant.name, model, output.tokens_max
             )
             if request.HasField("first_token_limit"):
                 limit = request.first_token_limit
@@ -209,14 +212,15 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
                 if asked_s <= 0:
                     raise invalid("first_token_limit", "must be more than 0")
                 ticket.first_token_limit_s = ticket.arrival_s + asked_s
-            if not self._gate.flush.can_open(caller.priority_class):
-                raise no_capacity(retry_after_s=1.0)
+            self._gate.check(ticket)
         except SluiceError as refusal:
-            self._metrics.refused(_OUTCOMES.get(refusal.code, Outcome.INTERNAL), refusal)
+            self._metrics.refused(outcome_of(refusal), refusal, ticket)
             raise
         live = LiveRequest(
             ticket,
-            work,
+            translate.work_for(
+                request, caller.tenant.name, caller.request_id, model, source, output
+            ),
             self._gate.flush,
             loop=self._loop,
             whole=whole,
@@ -226,6 +230,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         return live, source.field
 
     def _embedding(self, request: generate_pb2.EmbedRequest, context: Context) -> LiveRequest:
+        ticket: Ticket | None = None
         try:
             caller = self._caller(request, context)
             size_bytes = translate.check_embed(request)
@@ -233,8 +238,9 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             ticket = self._ticket(caller, model, size_bytes, context, kind=WorkKind.EMBED)
             ticket.first_token_limit_s = ticket.deadline_s
             ticket.prompt_tokens = self._gate.domain.expected_prompt_tokens(model, size_bytes)
+            self._gate.check(ticket)
         except SluiceError as refusal:
-            self._metrics.refused(_OUTCOMES.get(refusal.code, Outcome.INTERNAL), refusal)
+            self._metrics.refused(outcome_of(refusal), refusal, ticket)
             raise
         work = inference_pb2.Work(request_id=caller.request_id, model=model)
         return LiveRequest(ticket, work, self._gate.flush, loop=self._loop, unary=True)
@@ -329,6 +335,13 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             else:
                 self._gate.unary_ended(live)
                 return response
+
+
+def outcome_of(refusal: SluiceError) -> Outcome:
+    """What to record for a refusal."""
+    if isinstance(refusal, Refusal):
+        return refusal.outcome
+    return _OUTCOMES.get(refusal.code, Outcome.INTERNAL)
 
 
 def log_fault(live: LiveRequest, outcome: Outcome) -> None:

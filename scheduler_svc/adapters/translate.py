@@ -1,7 +1,9 @@
 """From a client's request to an engine's work, with every check that costs nothing.
 
-Checks sizes, counts and which input was given; ranges of sampling parameters belong to the
-inference layer, whose refusals name the same field paths. Stateless. All limits are named here.
+Checks sizes, counts, which input was given and the ranges of sampling parameters, so that a wrong
+request takes no place in a queue; nothing of a request is copied before its checks are done. What
+only a model knows (vocabulary, context length, whether a constraint compiles) is the inference
+layer's to refuse, with the same field paths. Stateless. All limits are named here.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from scheduler_svc.domain.model import PriorityClass
-from sluice.common.v1 import input_pb2, policy_pb2, sampling_pb2
+from sluice import sampling_rules
+from sluice.common.v1 import policy_pb2, sampling_pb2
 from sluice.errors import FieldViolation, SluiceError, invalid
 from sluice.ids import is_request_id, new_request_id
 from sluice.inference.v1 import inference_pb2
@@ -20,7 +23,6 @@ PROMPT_BYTES_MAX: Final = 4 * 1024 * 1024
 MESSAGES_MAX: Final = 4096
 TOOLS_MAX: Final = 128
 TOKEN_IDS_MAX: Final = 1_000_000
-OUTPUTS_MAX: Final = 8
 CACHE_SALT_BYTES_MAX: Final = 128
 EMBED_TEXTS_MAX: Final = 256
 DEFAULT_MAX_TOKENS: Final = 512
@@ -38,13 +40,20 @@ _CLASSES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input for the engine, its size in bytes of text (0 for token ids) and its token count
-    where that is known exactly."""
+    """What a request gives a model to read: the field that holds it, its size in bytes of text (0
+    for token ids), and its token count where that is known exactly."""
 
-    message: input_pb2.Input
+    field: str
     size_bytes: int
     tokens: int | None
-    field: str
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a request may get: the number of outputs and the output limit of each."""
+
+    count: int
+    tokens_max: int
 
 
 def request_id(given: str, header: str | None) -> str:
@@ -69,8 +78,8 @@ def priority_class(
     return _CLASSES[wanted]
 
 
-def read_input(request: GenerateMessage) -> Input:
-    """The one input of a request; exactly one of the four forms must be given."""
+def check_input(request: GenerateMessage) -> Input:
+    """Checks what a model is to read; exactly one of its four forms must be given."""
     given = [name for name in ("prompt", "messages", "text", "token_ids") if getattr(request, name)]
     if len(given) != 1:
         problem = "is needed" if not given else "may be given, not " + " and ".join(given)
@@ -81,59 +90,66 @@ def read_input(request: GenerateMessage) -> Input:
     field = given[0]
     if request.tools and field != "messages":
         raise invalid("tools", "need messages")
-    message = input_pb2.Input()
-    if field == "prompt":
-        message.conversation.messages.add(role="user", content=request.prompt)
+    if len(request.cache_salt.encode()) > CACHE_SALT_BYTES_MAX:
+        raise invalid("cache_salt", f"must be at most {CACHE_SALT_BYTES_MAX} bytes")
+    size_bytes, tokens = 0, None
+    if field == "token_ids":
+        tokens = len(request.token_ids)
+        _check_count("token_ids", tokens, TOKEN_IDS_MAX)
     elif field == "messages":
         _check_count("messages", len(request.messages), MESSAGES_MAX)
         _check_count("tools", len(request.tools), TOOLS_MAX)
-        message.conversation.messages.extend(request.messages)
-        message.conversation.tools.extend(request.tools)
-    elif field == "text":
-        message.text = request.text
+        size_bytes = sum(message.ByteSize() for message in request.messages)
+        size_bytes += sum(tool.ByteSize() for tool in request.tools)
     else:
-        _check_count("token_ids", len(request.token_ids), TOKEN_IDS_MAX)
-        message.token_ids.ids.extend(request.token_ids)
-        return Input(message, 0, len(request.token_ids), field)
-    size_bytes = message.ByteSize()
+        size_bytes = len((request.prompt or request.text).encode())
     if size_bytes > PROMPT_BYTES_MAX:
         raise invalid(field, f"is {size_bytes} bytes; at most {PROMPT_BYTES_MAX} are allowed")
-    return Input(message, size_bytes, None, field)
+    return Input(field, size_bytes, tokens)
 
 
-def read_sampling(request: GenerateMessage) -> sampling_pb2.SamplingParams:
-    """The sampling parameters with the number of outputs and the output limit filled in."""
-    sampling = sampling_pb2.SamplingParams()
-    sampling.CopyFrom(request.sampling)
-    if not sampling.HasField("n"):
-        sampling.n = 1
-    elif not 1 <= sampling.n <= OUTPUTS_MAX:
-        raise invalid("sampling.n", f"must be 1 to {OUTPUTS_MAX}")
-    if not sampling.HasField("max_tokens"):
-        sampling.max_tokens = max(DEFAULT_MAX_TOKENS, sampling.min_tokens)
-    elif sampling.max_tokens == 0:
-        raise invalid("sampling.max_tokens", "must be 1 or more; leave it out for the default")
-    return sampling
-
-
-def cache_salt(tenant: str, given: str) -> str:
-    """Prefixes are never shared between tenants: the tenant is part of every salt."""
-    if len(given.encode()) > CACHE_SALT_BYTES_MAX:
-        raise invalid("cache_salt", f"must be at most {CACHE_SALT_BYTES_MAX} bytes")
-    return f"{tenant}/{given}"
+def check_sampling(sampling: sampling_pb2.SamplingParams) -> Output:
+    """Checks every range; returns what counts here, with its defaults filled in."""
+    values = {field.name: value for field, value in sampling.ListFields()}
+    sampling_rules.check(values)
+    constraint = values.get("structured_output")
+    if constraint is not None:
+        kind = constraint.WhichOneof("kind")
+        if kind is None:
+            raise sampling_rules.no_constraint()
+        value = getattr(constraint, kind)
+        sampling_rules.check_constraint(kind, value.values if kind == "choice" else value)
+    default = max(DEFAULT_MAX_TOKENS, values.get("min_tokens", 0))
+    return Output(values.get("n", 1), values.get("max_tokens", default))
 
 
 def work_for(
-    request: GenerateMessage, tenant: str, identifier: str, model: str, source: Input
+    request: GenerateMessage,
+    tenant: str,
+    identifier: str,
+    model: str,
+    source: Input,
+    output: Output,
 ) -> inference_pb2.Work:
-    """The engine's work."""
-    return inference_pb2.Work(
+    """The engine's work, from a request that was checked. Prefixes are never shared between
+    tenants: the tenant is part of every salt."""
+    work = inference_pb2.Work(
         request_id=identifier,
         model=model,
-        input=source.message,
-        sampling=read_sampling(request),
-        cache_salt=cache_salt(tenant, request.cache_salt),
+        sampling=request.sampling,
+        cache_salt=f"{tenant}/{request.cache_salt}",
     )
+    work.sampling.n, work.sampling.max_tokens = output.count, output.tokens_max
+    if source.field == "prompt":
+        work.input.conversation.messages.add(role="user", content=request.prompt)
+    elif source.field == "messages":
+        work.input.conversation.messages.extend(request.messages)
+        work.input.conversation.tools.extend(request.tools)
+    elif source.field == "text":
+        work.input.text = request.text
+    else:
+        work.input.token_ids.ids.extend(request.token_ids)
+    return work
 
 
 def check_embed(request: generate_pb2.EmbedRequest) -> int:

@@ -81,22 +81,29 @@ class Scheduler:
 
     # --- tickets -------------------------------------------------------------------------------
 
-    def submit(self, ticket: Ticket, now: float) -> Refusal | None:
-        """Queues a ticket; ``None`` when it waits. Otherwise it is over, with one of QUEUE_FULL,
-        HOPELESS, NO_INSTANCE, DRAINING or DEADLINE_EXCEEDED. O(log n)."""
-        assert ticket.state is TicketState.NEW, "submitted twice"
-        assert ticket.id not in self._tickets, "two tickets with one id"
-        self._submitted += 1
+    def refuse(self, ticket: Ticket, now: float) -> Refusal | None:
+        """What ``submit`` would refuse the ticket with now; then it is over. ``None``: nothing, and
+        it is as new. For callers that have work to do before they submit. O(1)."""
+        assert ticket.state is TicketState.NEW, "submitted before"
         if self._draining:
             refusal: Refusal | None = refusals.draining(self._limits.retry_after_min_s)
         else:
             refusal = self._admission.refusal(ticket, now)
         if refusal is not None:
+            self._submitted += 1
             self._finish(ticket, refusal.outcome)
-            return refusal
-        self._tickets[ticket.id] = ticket
-        self._enqueue(ticket, now)
-        return None
+        return refusal
+
+    def submit(self, ticket: Ticket, now: float) -> Refusal | None:
+        """Queues a ticket; ``None`` when it waits. Otherwise it is over, with one of QUEUE_FULL,
+        HOPELESS, NO_INSTANCE, DRAINING or DEADLINE_EXCEEDED. O(log n)."""
+        assert ticket.id not in self._tickets, "two tickets with one id"
+        refusal = self.refuse(ticket, now)
+        if refusal is None:
+            self._submitted += 1
+            self._tickets[ticket.id] = ticket
+            self._enqueue(ticket, now)
+        return refusal
 
     def turn(self, now: float) -> list[Effect]:
         """Expires what is too late, then places what waits as long as there is room. Effects are

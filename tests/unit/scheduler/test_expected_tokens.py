@@ -29,6 +29,7 @@ async def ticket_of(request: generate_pb2.GenerateRequest) -> Ticket:
     gate = SimpleNamespace(
         domain=Scheduler(SchedulerLimits(), LeastWork()),
         flush=FlushBudget(),
+        check=lambda ticket: None,
     )
     api = PublicApi(  # type: ignore[abstract]
         cast("Any", gate),

@@ -540,3 +540,18 @@ def test_no_map_grows_with_the_number_of_requests() -> None:
     assert not scheduler._queue._lines
     assert len(scheduler._timers._heap) <= 64
     assert len(scheduler._estimates._tenant_output) <= 64
+
+
+def test_what_would_be_refused_is_over_when_asked_and_what_would_not_is_as_new() -> None:
+    bench = Bench("a")
+    ticket = a_ticket()
+    assert bench.scheduler.refuse(ticket, 0.0) is None
+    assert bench.scheduler.snapshot().submitted == 0
+    bench.submit(ticket)
+    bench.scheduler.cancel(ticket.id, 0.0)
+    unknown = a_ticket(model="other")
+    refusal = bench.scheduler.refuse(unknown, 0.0)
+    assert refusal is not None
+    assert refusal.outcome is Outcome.NO_INSTANCE
+    assert unknown.state is TicketState.ENDED
+    assert bench.is_empty()
