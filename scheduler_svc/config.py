@@ -49,6 +49,11 @@ class SchedulerConfig:
     aliases: tuple[str, ...] = setting(
         (), le=1024, help="Further names of models: alias=model each."
     )
+    prices: tuple[str, ...] = setting(
+        (),
+        le=1024,
+        help="Prices of models per million tokens: model=prompt:output each, in any one currency.",
+    )
     placement: str = setting(
         "least_work",
         choices=tuple(POLICIES),

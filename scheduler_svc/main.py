@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Final
@@ -15,11 +16,16 @@ from scheduler_svc.adapters.fleet_watch import FleetWatch
 from scheduler_svc.adapters.gate import Gate
 from scheduler_svc.adapters.metrics import SchedulerMetrics
 from scheduler_svc.adapters.public_api import EmbedStub, PublicApi
+from scheduler_svc.adapters.quota_client import GrpcQuotaTransport, QuotaClient
+from scheduler_svc.adapters.quota_keeper import QuotaKeeper
+from scheduler_svc.adapters.quota_metrics import QuotaMetrics
 from scheduler_svc.adapters.tenants import TenantsFile
+from scheduler_svc.adapters.usage_log import UsageLog
 from scheduler_svc.config import SchedulerConfig, class_times, domain_limits
 from scheduler_svc.domain.flush import FlushBudget
 from scheduler_svc.domain.model import InstanceName
 from scheduler_svc.domain.placement import POLICIES
+from scheduler_svc.domain.prices import Prices
 from scheduler_svc.domain.scheduler import Scheduler
 from sluice import logs
 from sluice import telemetry_names as names
@@ -46,6 +52,8 @@ SERVICE: Final = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].f
 ADMIN_SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["SchedulerAdminService"].full_name
 MESH_SERVICE: Final = mesh_pb2.DESCRIPTOR.services_by_name["SchedulerMeshService"].full_name
 DRAIN_POLL_S: Final = 0.02
+QUOTA_DRAIN_S: Final = 1.0
+USAGE_DRAIN_S: Final = 3.0
 
 
 class Parts:
@@ -56,7 +64,16 @@ class Parts:
         self._channels = {target: open_channel(target) for target in config.executions}
         flush = FlushBudget(config.write_cost_us * 1e-6, config.write_share, config.write_capacity)
         domain = Scheduler(domain_limits(config), POLICIES[config.placement](0))
-        self.gate = Gate(domain, _signer(config), flush, config.write_limit_s)
+        self.state_channel = open_channel(config.state) if config.state else None
+        life = f"{config.name}:{time.time_ns()}"
+        self.usage = UsageLog.over(self.state_channel, life)
+        self.quota: QuotaClient | None = None
+        if self.state_channel is not None:
+            transport = GrpcQuotaTransport(self.state_channel)
+            self.quota = QuotaClient(life, transport, time.monotonic)
+            QuotaMetrics(telemetry, self.quota, self.usage)
+        keeper = QuotaKeeper(self.quota)
+        self.gate = Gate(domain, _signer(config), flush, config.write_limit_s, keeper)
         self.gate.links = [
             ExecutionLink(target, partial(self._connect, target), self.gate)
             for target in config.executions
@@ -74,7 +91,14 @@ class Parts:
         # The methods of later layers are the generated base's, which answers UNIMPLEMENTED; the
         # stubs call them abstract.
         self.public = PublicApi(  # type: ignore[abstract]
-            self.gate, catalog, self.tenants, class_times(config), metrics, self._embed_stub
+            self.gate,
+            catalog,
+            self.tenants,
+            class_times(config),
+            metrics,
+            self._embed_stub,
+            self.usage,
+            _prices(config),
         )
         self.admin = AdminApi(  # type: ignore[abstract]
             config.name, self.gate, self.fleet, self.tenants
@@ -105,6 +129,9 @@ class Parts:
             group.create_task(self.fleet.run())
             group.create_task(self.tenants.watch())
             group.create_task(self._watch_links())
+            if self.quota is not None:
+                group.create_task(self.quota.run())
+                group.create_task(self.usage.run())
             for link in self.gate.links:
                 group.create_task(link.run())
 
@@ -127,6 +154,13 @@ class Parts:
             link.drain()
             link.close()
 
+    async def close(self) -> None:
+        """After the last request, while the tasks still run: gives quota back and tells usage."""
+        if self.quota is not None and self.state_channel is not None:
+            await self.quota.drain(QUOTA_DRAIN_S)
+            await self.usage.drain(USAGE_DRAIN_S)
+            await self.state_channel.close()
+
 
 def _signer(config: SchedulerConfig) -> GrantSigner:
     try:
@@ -140,6 +174,13 @@ def _tenants(config: SchedulerConfig) -> TenantsFile:
         return TenantsFile(config.tenants_file)
     except (OSError, ValueError) as error:
         raise ConfigError("scheduler.tenants_file", str(error)) from error
+
+
+def _prices(config: SchedulerConfig) -> Prices:
+    try:
+        return Prices(config.prices)
+    except ValueError as error:
+        raise ConfigError("scheduler.prices", str(error)) from error
 
 
 def _pairs(where: str, entries: tuple[str, ...]) -> Mapping[str, str]:
@@ -188,6 +229,7 @@ async def serve() -> int:
     async with asyncio.TaskGroup() as group:
         running = group.create_task(parts.run())
         status = await serve_until_signalled([public, meshed], parts.drain, config.drain_grace_s)
+        await parts.close()
         running.cancel()
     return status
 

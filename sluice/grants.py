@@ -2,7 +2,8 @@
 
 Owns the key files, signing (41 µs) and verifying (124 µs). A scheduler signs with a private key
 that instances never see, so an instance cannot mint a grant. Ed25519 over the serialized
-``DispatchGrant`` as sent. Times are wall-clock seconds: grants cross machines.
+``DispatchGrant`` as sent. Times are wall-clock seconds: grants cross machines. Clocks may differ by
+``CLOCK_SKEW_S``, but not for ``start_by``: see docs/adr/0007-a-lapsed-quota-starts-nothing.md.
 
 Files under a keys folder: ``grant-private.pem`` (mode 0600) and ``grant-public/<key id>.pem``; a
 verifier reads the public folder only. Keys rotate by adding a file there: an unknown key id makes
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -37,6 +39,7 @@ CLOCK_SKEW_S = 5.0
 PUBLIC_KEYS_MAX = 64
 RELOAD_PAUSE_S = 1.0
 GRANT_BYTES_MAX = 4096
+GRANT_LAPSED = "GRANT_LAPSED"
 ANY = "*"  # matches every request or instance; minted by `sluice grant` only
 
 
@@ -109,9 +112,16 @@ class GrantSigner:
         return cls(_load_private(folder / PRIVATE_FILE), issuer)
 
     def sign(
-        self, request_id: str, instance: str, *, now_unix_s: float, ttl_s: float = GRANT_TTL_S
+        self,
+        request_id: str,
+        instance: str,
+        *,
+        now_unix_s: float,
+        ttl_s: float = GRANT_TTL_S,
+        start_by_unix_s: float = math.inf,
     ) -> grant_pb2.SignedGrant:
-        """A grant for one request on one instance from now for ``ttl_s`` seconds."""
+        """A grant for one request on one instance from now for ``ttl_s`` seconds; with a finite
+        ``start_by_unix_s`` the instance starts nothing from then on, by its own clock."""
         assert 0 < ttl_s <= GRANT_TTL_MAX_S
         grant = grant_pb2.DispatchGrant(
             request_id=request_id,
@@ -120,6 +130,8 @@ class GrantSigner:
             expire_time=_timestamp(now_unix_s + ttl_s),
             issuer=self._issuer,
         )
+        if start_by_unix_s < math.inf:
+            grant.start_by_time.CopyFrom(_timestamp(start_by_unix_s))
         payload = grant.SerializeToString()
         return grant_pb2.SignedGrant(
             payload=payload, signature=self._private.sign(payload), key_id=self.key_id
@@ -155,7 +167,7 @@ class GrantVerifier:
         """The grant's content when it permits the request here and now. Otherwise raises
         PERMISSION_DENIED with reason GRANT_MISSING, GRANT_UNKNOWN_KEY, GRANT_SIGNATURE (also a
         content that cannot be read), GRANT_EXPIRED (also not valid yet, or for too long),
-        GRANT_AUDIENCE or GRANT_REQUEST."""
+        GRANT_AUDIENCE, GRANT_REQUEST or GRANT_LAPSED (good, but too late to start under it)."""
         if not grant.payload or not grant.signature:
             raise _denied("GRANT_MISSING", "The work carries no dispatch grant.")
         if len(grant.payload) > GRANT_BYTES_MAX:
@@ -180,6 +192,8 @@ class GrantVerifier:
             raise _denied("GRANT_AUDIENCE", "The dispatch grant is for another instance.")
         if content.request_id not in (request_id, ANY):
             raise _denied("GRANT_REQUEST", "The dispatch grant is for another request.")
+        if content.HasField("start_by_time") and now_unix_s >= _seconds(content.start_by_time):
+            raise _denied(GRANT_LAPSED, "The time to start under the dispatch grant has passed.")
         return content
 
     def _key(self, wanted: str, now_unix_s: float) -> Ed25519PublicKey | None:

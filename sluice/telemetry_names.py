@@ -139,6 +139,23 @@ REQUEST_TIME = _histogram(
     "gen_ai.server.request.duration", "s", "Arrival to end.", _SECONDS, "class", "outcome"
 )
 
+QUOTA_RESERVATIONS = _counter(
+    "sluice.quota.reservations",
+    "{reservation}",
+    "Reservations of tenants with quotas: from leases, by asking, uncounted.",
+    "way",
+)
+QUOTA_REFUSALS = _counter("sluice.quota.refusals", "{refusal}", "Refusals, by quota.", "quota")
+QUOTA_LEASED = _gauge("sluice.quota.leased", "1", "What is left of leases, by amount.", "amount")
+QUOTA_EXCHANGES = _counter(
+    "sluice.quota.exchanges", "{exchange}", "Exchanges with the state service.", "result"
+)
+QUOTA_EXCHANGE_TIME = _gauge(
+    "sluice.quota.exchange.slowest", "s", "Longest exchange since the last reading."
+)
+USAGE_WAITING = _gauge("sluice.usage.waiting", "{sum}", "Usage not told to the state service yet.")
+USAGE_LOST = _counter("sluice.usage.lost", "{request}", "Requests whose usage was not kept.")
+
 # Frames, scheduler and execution and inference.
 FRAMES = _counter("sluice.frames", "{frame}", "Frames by direction.", "direction")
 FRAME_STREAMS = _gauge("sluice.frames.streams", "{stream}", "Frame streams open.", "direction")

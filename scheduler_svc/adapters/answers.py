@@ -46,7 +46,7 @@ def deltas_due(live: LiveRequest) -> list[generate_pb2.GenerateResponse]:
     return messages
 
 
-def finished(live: LiveRequest, now: float) -> generate_pb2.GenerateResponse:
+def finished(live: LiveRequest, now: float, cost: float = 0.0) -> generate_pb2.GenerateResponse:
     """The last message of a stream."""
     assert live.ended is not None
     return generate_pb2.GenerateResponse(
@@ -54,6 +54,7 @@ def finished(live: LiveRequest, now: float) -> generate_pb2.GenerateResponse:
             outputs=_finishes(live),
             usage=live.ended.usage,
             timings=_timings(live, now),
+            cost=cost,
             instance=live.instance,
             attempts=live.attempt,
             simulated=live.ended.simulated,
@@ -62,7 +63,7 @@ def finished(live: LiveRequest, now: float) -> generate_pb2.GenerateResponse:
     )
 
 
-def whole_answer(live: LiveRequest, now: float) -> generate_pb2.GenerateTextResponse:
+def whole_answer(live: LiveRequest, now: float, cost: float) -> generate_pb2.GenerateTextResponse:
     """The answer of a unary call."""
     assert live.ended is not None
     outputs = [
@@ -81,6 +82,7 @@ def whole_answer(live: LiveRequest, now: float) -> generate_pb2.GenerateTextResp
         outputs=outputs,
         usage=live.ended.usage,
         timings=_timings(live, now),
+        cost=cost,
         model=live.ticket.model,
         instance=live.instance,
         request_id=live.ticket.request_id,

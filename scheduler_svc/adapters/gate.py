@@ -22,6 +22,7 @@ from scheduler_svc.adapters.execution_link import ExecutionLink, choose_link
 from scheduler_svc.adapters.lane import Lane, Slot
 from scheduler_svc.adapters.live_request import LiveRequest
 from scheduler_svc.adapters.prefixes import PrefixReader
+from scheduler_svc.adapters.quota_keeper import QuotaKeeper
 from scheduler_svc.domain.flush import FlushBudget
 from scheduler_svc.domain.model import (
     Abort,
@@ -35,14 +36,22 @@ from scheduler_svc.domain.model import (
     Refuse,
     RejectKind,
     Ticket,
+    TicketState,
     WorkKind,
 )
 from scheduler_svc.domain.scheduler import Scheduler
 from sluice import logs
 from sluice.common.v1 import grant_pb2, policy_pb2, result_pb2
-from sluice.errors import Code, SluiceError, deadline_exceeded, exhausted
+from sluice.errors import (
+    Code,
+    SluiceError,
+    deadline_exceeded,
+    exhausted,
+    permission_denied,
+    unavailable,
+)
 from sluice.execution.v1 import execution_pb2
-from sluice.grants import GrantSigner
+from sluice.grants import GRANT_LAPSED, GrantSigner
 from sluice.inference.v1 import inference_pb2
 from sluice.status import from_status
 
@@ -53,6 +62,9 @@ DEMAND_INTERVAL_S: Final = 0.02
 """Instances hear of changed demand this often at most."""
 
 GRANT_TTL_S: Final = 30.0
+
+LAPSES_MAX: Final = 3
+"""So often a start may come too late for its quota before the clocks are taken to differ."""
 
 _REJECTIONS: Final = {
     inference_pb2.REJECT_REASON_NO_ROOM: RejectKind.NO_ROOM,
@@ -102,10 +114,13 @@ class Gate:
         signer: GrantSigner,
         flush: FlushBudget,
         write_limit_s: float = 30.0,
+        quota: QuotaKeeper | None = None,
     ) -> None:
         """``write_limit_s``: a client's write that takes longer ends the request as
-        slow_consumer."""
+        slow_consumer. ``quota``: what admits, and here permits to start; without, nothing is
+        counted."""
         self.domain = domain
+        self.quota = quota or QuotaKeeper()
         self._prefixes = PrefixReader()
         self._write_limit_s = write_limit_s
         self.flush = flush
@@ -120,6 +135,7 @@ class Gate:
         self._bell = asyncio.Event()
         self._left = asyncio.Event()
         self._demand_at_s = 0.0
+        self._renewals = asyncio.TaskGroup()
         self._loop = asyncio.get_running_loop()
 
     # A request's way through the gate.
@@ -184,7 +200,12 @@ class Gate:
         ticket = effect.ticket
         live = self.lives.get(ticket.id)
         if live is None or live.over:
-            self.domain.ended(ticket.id, effect.attempt, now)
+            outcome = live.outcome if live is not None else None
+            self.domain.ended(ticket.id, effect.attempt, now, outcome or Outcome.CANCELLED)
+            return
+        start_by_unix_s = self.quota.permit(live)
+        if start_by_unix_s is None:
+            self._renewals.create_task(self._renew(effect, live))
             return
         live.dispatched(effect.instance, effect.attempt, now, self._first_token)
         if live.unary:
@@ -195,17 +216,41 @@ class Gate:
             return
         start = inference_pb2.Start(
             work=live.work,
-            grant=self._grant(live),
+            grant=self._grant(live, start_by_unix_s),
             traceparent=live.traceparent,
             tracestate=live.tracestate,
             priority_class=_CLASSES[ticket.priority_class],
         )
         lane.start(live, effect.attempt, start)
+        self.quota.started(live)
 
-    def _grant(self, live: LiveRequest) -> grant_pb2.SignedGrant:
+    def _grant(self, live: LiveRequest, start_by_unix_s: float) -> grant_pb2.SignedGrant:
         return self._signer.sign(
-            live.ticket.request_id, live.instance, now_unix_s=time.time(), ttl_s=GRANT_TTL_S
+            live.ticket.request_id,
+            live.instance,
+            now_unix_s=time.time(),
+            ttl_s=GRANT_TTL_S,
+            start_by_unix_s=start_by_unix_s,
         )
+
+    async def _renew(self, effect: Dispatch, live: LiveRequest) -> None:
+        """What it had reserved may have been given to others while it waited (this process stood
+        still, or the state service was unreachable): reserves anew, off the owner task. The ticket
+        keeps its room meanwhile, 1.3 s at most."""
+        ticket = effect.ticket
+        try:
+            await self.quota.renew(live)
+        except SluiceError as refusal:
+            live.fail(refusal, Outcome.QUOTA_EXCEEDED)
+
+        def go_on(now: float) -> None:
+            if ticket.state is TicketState.LOST and not live.over:
+                # Its instance went meanwhile; no slot was there to report it.
+                self._attempt_failed(live, effect.attempt, FaultKind.LOST_CONNECTION, now, None)
+            else:
+                self._dispatch(effect, now)
+
+        self.post(go_on)
 
     async def idle(self) -> None:
         """Returns when no request is open any more."""
@@ -218,7 +263,8 @@ class Gate:
     def embed_request(
         self, live: LiveRequest, texts: Iterable[str]
     ) -> execution_pb2.ExecuteEmbedRequest:
-        """The call for an embedding that was placed, with its grant."""
+        """The call for an embedding that was placed, with its grant. Raises GRANT_LAPSED, as the
+        instance does, when it may not start any more."""
         message = execution_pb2.ExecuteEmbedRequest()
         message.instance.name = live.instance
         message.instance.address = self.addresses.get(live.instance, "")
@@ -226,12 +272,16 @@ class Gate:
         message.request.model = live.ticket.model
         for text in texts:
             message.request.inputs.add(text=text)
-        message.request.grant.CopyFrom(self._grant(live))
+        start_by_unix_s = self.quota.permit(live)
+        if start_by_unix_s is None:
+            raise permission_denied(GRANT_LAPSED, "The quota of the request lapsed.")
+        message.request.grant.CopyFrom(self._grant(live, start_by_unix_s))
+        self.quota.started(live)
         return message
 
-    def unary_ended(self, live: LiveRequest) -> None:
+    def unary_ended(self, live: LiveRequest, usage: result_pb2.Usage) -> None:
         """The call succeeded."""
-        live.end(inference_pb2.Ended())
+        live.end(inference_pb2.Ended(usage=usage))
         attempt = live.attempt
         self.post(lambda now: self.domain.ended(live.ticket.id, attempt, now))
 
@@ -242,6 +292,8 @@ class Gate:
         def fail(now: float) -> None:
             if live.over:
                 self.domain.ended(live.ticket.id, attempt, now)
+            elif error.reason == GRANT_LAPSED:
+                self._lapsed(live, attempt, now)
             elif error.code is Code.RESOURCE_EXHAUSTED:
                 self.domain.rejected(live.ticket.id, attempt, RejectKind.NO_ROOM, now)
             elif error.code in _CALL_FAULTS:
@@ -260,6 +312,11 @@ class Gate:
         self._bell.set()
 
     async def run(self) -> None:
+        """Runs the owner task, and what it leaves to wait elsewhere, until cancelled."""
+        async with self._renewals:
+            await self._own()
+
+    async def _own(self) -> None:
         """The owner task: a turn per bell or per time at which something would expire."""
         sweep_at = self._loop.time() + SWEEP_INTERVAL_S
         while True:
@@ -325,6 +382,7 @@ class Gate:
                 live.fail(error, Outcome.INTER_TOKEN_TIMEOUT)
             else:
                 self.domain.progressed(live.ticket.id, live.attempt, live.tokens)
+                self.quota.progressed(live, now)
 
     def _stop(self, live: LiveRequest, now: float, outcome: Outcome) -> None:
         """Takes a request out of the queue or off its instance, if it is still there."""
@@ -483,7 +541,11 @@ class Gate:
                 )
             )
         elif rejected.reason == inference_pb2.REJECT_REASON_INVALID:
-            live.fail(from_status(rejected.status), Outcome.INVALID)
+            error = from_status(rejected.status)
+            if error.reason == GRANT_LAPSED:
+                self.post(lambda now: self._lapsed(live, slot.domain_attempt, now))
+                return
+            live.fail(error, Outcome.INVALID)
             self.post(
                 lambda now: self.domain.ended(
                     slot.ticket_id, slot.domain_attempt, now, Outcome.INVALID
@@ -499,6 +561,23 @@ class Gate:
                 instance = live.instance
                 self.post(lambda now: self.domain.unreachable(instance, name, now))
             self.post(lambda now: self._failed(slot, kind, now))
+
+    def _lapsed(self, live: LiveRequest, attempt: int, now: float) -> None:
+        """The start came too late for its quota: back to the queue, uncharged. Again and again
+        means that the clocks of the two machines are apart."""
+        live.quota_lapses += 1
+        if live.quota_lapses <= LAPSES_MAX or live.over:
+            self.domain.rejected(live.ticket.id, attempt, RejectKind.LAPSED, now)
+            return
+        log.error("the clock of an instance is ahead", instance=live.instance)
+        error = unavailable(
+            "CLOCKS_DIFFER",
+            "the instance's clock is ahead of the scheduler's, so that it starts no counted work",
+            1.0,
+            metadata={"instance": live.instance},
+        )
+        live.fail(error, Outcome.INSTANCE_FAILED)
+        self.domain.ended(live.ticket.id, attempt, now, Outcome.INSTANCE_FAILED)
 
     def _failed(
         self, slot: Slot, kind: FaultKind, now: float, error: SluiceError | None = None

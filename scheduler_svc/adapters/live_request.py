@@ -17,6 +17,7 @@ from typing import Final
 
 from scheduler_svc.domain.flush import FlushBudget
 from scheduler_svc.domain.model import InstanceName, Outcome, Ticket
+from scheduler_svc.domain.quota import Reservation
 from sluice.common.v1 import result_pb2
 from sluice.errors import Code, SluiceError
 from sluice.inference.v1 import inference_pb2
@@ -73,7 +74,13 @@ class LiveRequest:
         "last_token_s",
         "outcome",
         "outputs",
+        "paid_tokens",
         "pending_chars",
+        "progress_told_s",
+        "prompt_tokens",
+        "quota",
+        "quota_closed",
+        "quota_lapses",
         "simulated",
         "started_due",
         "ticket",
@@ -115,6 +122,13 @@ class LiveRequest:
         self.attempt = 0
         self.instance = InstanceName("")
         self.accepted: inference_pb2.Accepted | None = None
+        self.prompt_tokens = 0
+        """By the first instance that took it; a later one may read earlier output as prompt."""
+        self.quota: Reservation | None = None  # this and the next four belong to the quota keeper
+        self.quota_closed = False
+        self.quota_lapses = 0
+        self.paid_tokens = 0
+        self.progress_told_s = 0.0
         self.started_due = False
         self.simulated = False
         self.ended: inference_pb2.Ended | None = None
@@ -164,8 +178,9 @@ class LiveRequest:
 
     def accept(self, accepted: inference_pb2.Accepted) -> None:
         """An instance took it: ``started`` is due, once per request."""
-        if self.accepted is None and not self.whole:
-            self.started_due = True
+        if self.accepted is None:
+            self.prompt_tokens = accepted.prompt_tokens
+            self.started_due = not self.whole
         self.accepted = accepted
         self.simulated = accepted.simulated
         if self.started_due:

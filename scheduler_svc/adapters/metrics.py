@@ -79,6 +79,10 @@ class SchedulerMetrics:
             span.set(names.ATTR_OUTCOME, outcome.value)
         span.end(error.reason)
 
+    def left(self, ticket: Ticket, outcome: Outcome) -> None:
+        """Its client left before it was admitted."""
+        self.outcomes[ticket.priority_class, outcome] += 1
+
     def ended(self, live: LiveRequest, outcome: Outcome, now: float, span: Span) -> None:
         """A request is over."""
         ticket = live.ticket

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast
 
 import grpc
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from scheduler_svc.adapters import translate
 from scheduler_svc.adapters.answers import deltas_due, finished, started, whole_answer
@@ -26,7 +28,9 @@ from scheduler_svc.adapters.catalog import Catalog
 from scheduler_svc.adapters.gate import Gate
 from scheduler_svc.adapters.live_request import LiveRequest
 from scheduler_svc.adapters.metrics import SchedulerMetrics
+from scheduler_svc.adapters.quota_keeper import NOTHING_USED, consumption
 from scheduler_svc.adapters.tenants import Tenant, TenantsFile
+from scheduler_svc.adapters.usage_log import UsageLog
 from scheduler_svc.config import ClassTimes
 from scheduler_svc.domain.model import (
     InstanceName,
@@ -37,11 +41,12 @@ from scheduler_svc.domain.model import (
     TicketId,
     WorkKind,
 )
+from scheduler_svc.domain.prices import Prices
 from sluice import context, logs
 from sluice.errors import Code, SluiceError, invalid, unavailable
 from sluice.execution.v1 import execution_pb2, execution_pb2_grpc
 from sluice.inference.v1 import inference_pb2
-from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
+from sluice.scheduler.v1 import generate_pb2, records_pb2, scheduler_pb2_grpc
 from sluice.status import from_rpc_error
 from sluice.telemetry import current_tracestate
 
@@ -61,6 +66,9 @@ DEADLINE_ROUNDING: Final = 0.01
 
 DEADLINE_LATENCY_S: Final = 0.05
 """The client's clock started this much before the server's, at most."""
+
+USAGE_DEFAULT_S: Final = 86_400.0
+USAGE_MAX_S: Final = 31 * 86_400.0
 
 MESH_FAULTS: Final = frozenset(
     (
@@ -100,6 +108,8 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         times: ClassTimes,
         metrics: SchedulerMetrics,
         embed_stub: Callable[[InstanceName], EmbedStub | None],
+        usage: UsageLog,
+        prices: Prices,
     ) -> None:
         self._gate = gate
         self._catalog = catalog
@@ -107,6 +117,8 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._times = times
         self._metrics = metrics
         self._embed_stub = embed_stub
+        self._usage = usage
+        self._prices = prices
         self._ids = itertools.count(1)
         self._loop = asyncio.get_running_loop()
 
@@ -117,6 +129,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> None:
         """See scheduler.proto."""
         live, field = self._generation(request, context, whole=False)
+        await self._reserve(live)
         async with self._served(live, field):
             sequence = 0
             over = False
@@ -133,7 +146,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
                     messages += deltas
                     live.flushed(now)
                 if live.ended is not None:
-                    messages.append(finished(live, now))
+                    messages.append(finished(live, now, self._cost(live)))
                 for message in messages:
                     sequence += 1
                     message.sequence = sequence
@@ -147,15 +160,17 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> generate_pb2.GenerateTextResponse:
         """See scheduler.proto."""
         live, field = self._generation(request, context, whole=True)
+        await self._reserve(live)
         async with self._served(live, field):
             await live.finished()
-        return whole_answer(live, self._loop.time())
+        return whole_answer(live, self._loop.time(), self._cost(live))
 
     async def Embed(
         self, request: generate_pb2.EmbedRequest, context: Context
     ) -> generate_pb2.EmbedResponse:
         """See scheduler.proto."""
         live = self._embedding(request, context)
+        await self._reserve(live)
         async with self._served(live, "texts"):
             response = await self._embed(live, request)
         answer = response.response
@@ -168,6 +183,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             instance=response.instance,
             request_id=live.ticket.request_id,
             simulated=answer.simulated,
+            cost=self._cost(live),
         )
 
     async def ListModels(
@@ -176,6 +192,20 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         """See scheduler.proto."""
         tenant = self._tenants.tenant(_header(context, "authorization"))
         return generate_pb2.ListModelsResponse(models=self._catalog.list(tenant))
+
+    async def GetUsage(
+        self, request: records_pb2.GetUsageRequest, context: Context
+    ) -> records_pb2.GetUsageResponse:
+        """See scheduler.proto. What ended within the last second or so may be missing."""
+        tenant = self._tenants.tenant(_header(context, "authorization"))
+        end_s = to_unix(request.end_time) if request.HasField("end_time") else time.time()
+        begin_s = end_s - USAGE_DEFAULT_S
+        if request.HasField("begin_time"):
+            begin_s = to_unix(request.begin_time)
+        if not 0 <= end_s - begin_s <= USAGE_MAX_S:
+            raise invalid("end_time", "must be 0 to 31 days after begin_time")
+        records = await self._usage.query(tenant.name, begin_s, end_s)
+        return records_pb2.GetUsageResponse(records=records)
 
     # Admission.
 
@@ -273,6 +303,26 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             kind=kind,
         )
 
+    async def _reserve(self, live: LiveRequest) -> None:
+        """Holds the tenant to its quotas, before anything is queued. It waits only where the state
+        service has to be asked. A refusal charges nothing."""
+        ticket = live.ticket
+        try:
+            if await self._gate.quota.reserve(live):
+                self._gate.check(ticket)  # as it is now, after the wait
+        except SluiceError as refusal:
+            self._gate.quota.close(live, NOTHING_USED)
+            by_quota = refusal.reason.startswith("QUOTA_")
+            outcome = Outcome.QUOTA_EXCEEDED if by_quota else outcome_of(refusal)
+            self._metrics.refused(outcome, refusal, ticket)
+            self._usage.ended(ticket, outcome, NOTHING_USED)
+            raise
+        except asyncio.CancelledError:
+            outcome = left_as(ticket, self._loop.time())
+            self._metrics.left(ticket, outcome)
+            self._usage.ended(ticket, outcome, NOTHING_USED)
+            raise
+
     # Serving.
 
     @asynccontextmanager
@@ -285,9 +335,9 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         task = asyncio.current_task()
         assert task is not None
         live.abandon = task.cancel
-        self._gate.admit(live)
         outcome = Outcome.CANCELLED
         try:
+            self._gate.admit(live)
             yield
             if live.error is not None:
                 raise translate.public_error(live.error, field)
@@ -305,9 +355,24 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise
         finally:
             self._gate.leave(live, outcome)
-            self._metrics.ended(live, outcome, self._loop.time(), span)
+            now = self._loop.time()
+            self._account(live, outcome, now)
+            self._metrics.ended(live, outcome, now, span)
             if outcome in MESH_FAULTS:
                 log_fault(live, outcome)
+
+    def _cost(self, live: LiveRequest) -> float:
+        used = consumption(live, Outcome.FINISHED)
+        return self._prices.cost(live.ticket.model, used.prompt_tokens, used.output_tokens)
+
+    def _account(self, live: LiveRequest, outcome: Outcome, now: float) -> None:
+        """What an ended request used: settles its quota, and adds it to the tenant's usage."""
+        ticket = live.ticket
+        used = consumption(live, outcome)
+        self._gate.quota.close(live, used)
+        cost = self._prices.cost(ticket.model, used.prompt_tokens, used.output_tokens)
+        engine_s = self._gate.domain.engine_seconds(ticket, now)
+        self._usage.ended(ticket, outcome, used, cost, engine_s)
 
     async def _embed(
         self, live: LiveRequest, request: generate_pb2.EmbedRequest
@@ -333,7 +398,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             except SluiceError as error:
                 self._gate.unary_failed(live, error)
             else:
-                self._gate.unary_ended(live)
+                self._gate.unary_ended(live, response.response.usage)
                 return response
 
 
@@ -370,6 +435,11 @@ def _header(context: Context, name: str) -> str | None:
         if key == name and isinstance(value, str):
             return value
     return None
+
+
+def to_unix(when: Timestamp) -> float:
+    """Seconds since 1970."""
+    return when.seconds + when.nanos / 1e9
 
 
 def _trace(traceparent: str) -> tuple[tuple[str, str], ...]:

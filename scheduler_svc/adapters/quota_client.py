@@ -22,6 +22,7 @@ from typing import Any, Final
 import grpc.aio
 
 from scheduler_svc.domain.quota import (
+    AccountCounts,
     Outcome,
     QuotaAccount,
     QuotaTimes,
@@ -83,6 +84,8 @@ class QuotaClient:
     ) -> None:
         self.exchanges = 0
         self.exchanges_failed = 0
+        self.slowest_s = 0.0
+        self.counts = AccountCounts()
         self._holder = holder
         self._transport = transport
         self._clock = clock
@@ -171,6 +174,11 @@ class QuotaClient:
 
     # --- accounts ------------------------------------------------------------------------------
 
+    def take_slowest_s(self) -> float:
+        """The longest exchange since this was last asked, in seconds."""
+        slowest_s, self.slowest_s = self.slowest_s, 0.0
+        return slowest_s
+
     @property
     def accounts(self) -> Sequence[QuotaAccount]:
         """The accounts, for metrics and tests."""
@@ -185,7 +193,9 @@ class QuotaClient:
         account = self._accounts.get(tenant)
         if account is None:
             limits, fail_open = known
-            account = QuotaAccount(tenant, self._holder, self._times, limits, fail_open, now)
+            account = QuotaAccount(
+                tenant, self._holder, self._times, limits, fail_open, now, self.counts
+            )
             self._accounts[tenant] = account
         return account
 
@@ -276,6 +286,7 @@ class QuotaClient:
         if None in answers:
             self.exchanges_failed += 1
         now = self._clock()
+        self.slowest_s = max(self.slowest_s, now - began)
         if now - began > self._times.wait_s + STANDSTILL_S:
             log.warning("this process stood still", seconds=round(now - began, 3))
             for (account, _), answer in zip(parts, answers, strict=True):

@@ -58,6 +58,7 @@ class RejectKind(Enum):
     NO_ROOM = "no_room"
     DRAINING = "draining"
     EXPIRED = "expired"
+    LAPSED = "lapsed"  # its quota had been given up by then
 
 
 class FaultKind(Enum):
@@ -180,6 +181,8 @@ class Ticket:
     held_cached_tokens: int = field(default=0, init=False)
     held_until_s: float | None = field(default=None, init=False)
     abort_outcome: Outcome | None = field(default=None, init=False)
+    engine_s: float = field(default=0.0, init=False)
+    engine_mark_s: float = field(default=0.0, init=False)
 
     @property
     def line(self) -> Line:

@@ -17,7 +17,7 @@ What keeps the limit over all holders:
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -34,6 +34,7 @@ from sluice.quota.exchange import (
     Exchange,
     Limits,
     Need,
+    QuotaKind,
     Verdict,
 )
 
@@ -129,11 +130,11 @@ class _UnderWay:
 
 @dataclass(slots=True)
 class AccountCounts:
-    """What happened, for metrics."""
+    """What happened, for metrics; of all accounts of a client."""
 
     local: int = 0  # reserved from a lease
     asked: int = 0  # reserved by asking
-    refused: int = 0
+    refused: Counter[QuotaKind] = field(default_factory=Counter)
     failed_open: int = 0
     failed_closed: int = 0
     lapsed: int = 0  # registrations that were given to others
@@ -313,6 +314,16 @@ class QuotaAccount:
         """Whether nothing is held, waits or is under way: the account may be forgotten."""
         return not (
             self._leases or self._waiters or self._live or self._settlements or self._under_way
+        )
+
+    @property
+    def leased(self) -> Amounts:
+        """What is left of its leases."""
+        left = [lease.left for lease in self._leases]
+        return Amounts(
+            sum(one.requests for one in left),
+            sum(one.tokens for one in left),
+            sum(one.slots for one in left),
         )
 
     def due_at(self) -> float | None:
@@ -506,7 +517,7 @@ class QuotaAccount:
             self._waiters.append(waiter)
             return []
         waiter.done = True
-        self.counts.refused += 1
+        self.counts.refused[verdict.quota] += 1
         if verdict.decision is Decision.NEVER:
             return [(waiter, never(verdict.quota))]
         return [(waiter, refused(verdict.quota, verdict.delay_ms / 1000))]

@@ -7,7 +7,7 @@ from typing import Final
 from sluice.errors import Code, QuotaViolation, SluiceError, exhausted, unavailable
 from sluice.quota.exchange import QuotaKind
 
-_METADATA: Final = {"charged": "false"}
+_METADATA: Final = {"scope": "tenant", "charged": "false"}
 _WORDS: Final = {
     QuotaKind.REQUESTS_PER_MIN: "requests per minute",
     QuotaKind.TOKENS_PER_MIN: "tokens per minute",

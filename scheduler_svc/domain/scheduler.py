@@ -19,6 +19,7 @@ from typing import Literal
 
 from scheduler_svc.domain import refusals
 from scheduler_svc.domain.admission import Admission
+from scheduler_svc.domain.engine_time import EngineTime
 from scheduler_svc.domain.estimate import Estimates
 from scheduler_svc.domain.fleet import Fleet, Instance
 from scheduler_svc.domain.heap import LazyHeap
@@ -69,6 +70,7 @@ class Scheduler:
         self._tickets: dict[TicketId, Ticket] = {}  # bounded by the queue's and the fleet's bounds
         self._queue = TicketQueue(limits.classes)
         self._ledger = Ledger(limits.instances_max)
+        self._engine_time = EngineTime()
         self._fleet = Fleet(limits, self._ledger)
         self._estimates = Estimates(limits)
         self._timers: LazyHeap[Ticket] = LazyHeap()
@@ -168,16 +170,17 @@ class Scheduler:
 
     def rejected(self, ticket_id: TicketId, attempt: int, kind: RejectKind, now: float) -> None:
         """The instance did not take it: back to the head of its class, uncharged. NO_ROOM pauses
-        the instance, DRAINING closes it until its next report, EXPIRED makes the ticket too late.
+        the instance, DRAINING closes it until its next report, EXPIRED makes the ticket too late,
+        LAPSED does nothing more.
         """
         ticket = self._holding(ticket_id, attempt)
         if ticket is None:
             return
-        instance = self._free(ticket)
+        instance = self._free(ticket, now)
         if kind is RejectKind.EXPIRED:
             ticket.deadline_s = min(ticket.deadline_s, now)
-        elif instance.removed:
-            pass  # nothing starts there any more
+        elif kind is RejectKind.LAPSED or instance.removed:
+            pass  # says nothing about the instance; and a removed one starts nothing any more
         elif kind is RejectKind.NO_ROOM:
             self._fleet.pause(instance, now + self._limits.no_room_pause_s)
         else:
@@ -201,7 +204,7 @@ class Scheduler:
         if ticket is None:
             return
         if ticket.state in _HOLDS_ROOM:
-            self._free(ticket)
+            self._free(ticket, now)
         if ticket.state is TicketState.ABORTING:
             outcome = ticket.abort_outcome or outcome
         elif outcome is Outcome.FINISHED:
@@ -219,7 +222,7 @@ class Scheduler:
         if ticket is None:
             return "ended"
         if ticket.state in _HOLDS_ROOM:
-            self._free(ticket)
+            self._free(ticket, now)
         if ticket.state is TicketState.ABORTING:
             self._finish(ticket, ticket.abort_outcome or Outcome.CANCELLED)
             return "ended"
@@ -248,6 +251,7 @@ class Scheduler:
         if instance is None:
             self._fleet_full += 1
             return False
+        self._engine_time.report(instance.row, report.running or 0, now)
         if self._prefixes is not None:
             block_tokens = self._prefix_blocks.saw(report.model, report.kv_block_tokens)
             self._prefixes.set_capacity(instance.row, report.kv_tokens // block_tokens)
@@ -279,7 +283,7 @@ class Scheduler:
             ticket = self._tickets[ticket_id]
             if ticket.kind is WorkKind.EMBED:
                 continue
-            self._free(ticket)
+            self._free(ticket, now)
             if ticket.state is TicketState.ABORTING:
                 self._finish(ticket, ticket.abort_outcome or Outcome.CANCELLED)
             else:
@@ -337,6 +341,12 @@ class Scheduler:
         """Output tokens by what this tenant's requests of the model needed; at most max_tokens."""
         return self._estimates.output_tokens(tenant, model, max_tokens)
 
+    def engine_seconds(self, ticket: Ticket, now: float) -> float:
+        """Engine time given to a ticket so far, over all its attempts."""
+        if ticket.state not in _HOLDS_ROOM:
+            return ticket.engine_s
+        return ticket.engine_s + self._engine_time.so_far(ticket.row, ticket.engine_mark_s, now)
+
     def prefix_block(self, model: str) -> PrefixBlock | None:
         """The block in which prompts for the model are to be hashed; ``None``: not at all, since
         the policy does not look or no instance of it is known."""
@@ -370,6 +380,9 @@ class Scheduler:
         self._ledger.check()
         self._fleet.check()
         self._estimates.check()
+        for instance in self._fleet.instances():
+            load = self._ledger.load(instance.row)
+            assert self._engine_time.running(instance.row) == len(load.tickets)
         self._timers.check()
         states = Counter(ticket.state for ticket in self._tickets.values())
         assert states[TicketState.NEW] == states[TicketState.ENDED] == 0
@@ -439,6 +452,7 @@ class Scheduler:
         instance = self._fleet.at(row)
         block, kv_max = self._memory(instance)
         self._ledger.take(ticket, row, block, kv_max, cached_tokens)
+        ticket.engine_mark_s = self._engine_time.begin(row, now)
         self._fleet.refresh_row(row)
         if self._prefixes is not None and ticket.prefix is not None:
             self._prefixes.note(ticket.prefix.hashes, row, now)
@@ -481,9 +495,11 @@ class Scheduler:
         self._timers.remove(ticket.id)
         return Abort(ticket, ticket.instance, ticket.attempt, outcome, error)
 
-    def _free(self, ticket: Ticket) -> Instance:
+    def _free(self, ticket: Ticket, now: float) -> Instance:
         """Gives the ticket's room back; returns the instance that had it."""
-        instance = self._fleet.at(self._ledger.free(ticket.id))
+        row = self._ledger.free(ticket.id)
+        ticket.engine_s += self._engine_time.end(row, ticket.engine_mark_s, now)
+        instance = self._fleet.at(row)
         self._fleet.freed(instance)
         return instance
 

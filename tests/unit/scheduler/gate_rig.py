@@ -10,6 +10,7 @@ from pathlib import Path
 from scheduler_svc.adapters.execution_link import ExecuteConnection, ExecutionLink
 from scheduler_svc.adapters.gate import Gate
 from scheduler_svc.adapters.live_request import LiveRequest
+from scheduler_svc.adapters.quota_keeper import QuotaKeeper
 from scheduler_svc.domain.flush import FlushBudget
 from scheduler_svc.domain.limits import SchedulerLimits
 from scheduler_svc.domain.model import (
@@ -218,6 +219,12 @@ class Rig:
 
     def submit(self, **changes: object) -> LiveRequest:
         """Admits a request."""
+        live = self.prepare(**changes)
+        self.gate.admit(live)
+        return live
+
+    def prepare(self, **changes: object) -> LiveRequest:
+        """A request that is not admitted yet."""
         loop = asyncio.get_running_loop()
         number = next(self._ids)
         fields: dict[str, object] = {
@@ -236,9 +243,7 @@ class Rig:
         }
         ticket = Ticket(**fields)  # type: ignore[arg-type]
         work = inference_pb2.Work(request_id=ticket.request_id)
-        live = LiveRequest(ticket, work, self.gate.flush, loop=loop, inter_token_limit_s=5.0)
-        self.gate.admit(live)
-        return live
+        return LiveRequest(ticket, work, self.gate.flush, loop=loop, inter_token_limit_s=5.0)
 
     async def settle(self) -> None:
         """Lets everything that is due now happen."""
@@ -258,11 +263,13 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(folder: Path, executions: int = 1, sequences: int = 4) -> AsyncIterator[Rig]:
+async def rig(
+    folder: Path, executions: int = 1, sequences: int = 4, quota: QuotaKeeper | None = None
+) -> AsyncIterator[Rig]:
     """A gate with scripted execution services, connected."""
     ensure_keys(folder)
     domain = Scheduler(SchedulerLimits(), LeastWork())
-    gate = Gate(domain, GrantSigner.load(folder, "test"), FlushBudget())
+    gate = Gate(domain, GrantSigner.load(folder, "test"), FlushBudget(), quota=quota)
     scripted = [ScriptedExecution(sequences) for _ in range(executions)]
     gate.links = [
         ExecutionLink(f"execution-{number}", one.connect, gate)

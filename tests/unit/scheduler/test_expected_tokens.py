@@ -12,11 +12,13 @@ from typing import Any, cast
 import pytest
 
 from scheduler_svc.adapters.public_api import PublicApi
+from scheduler_svc.adapters.usage_log import UsageLog
 from scheduler_svc.config import SchedulerConfig, class_times
 from scheduler_svc.domain.flush import FlushBudget
 from scheduler_svc.domain.limits import SchedulerLimits
 from scheduler_svc.domain.model import PriorityClass, Ticket
 from scheduler_svc.domain.placement import LeastWork
+from scheduler_svc.domain.prices import Prices
 from scheduler_svc.domain.scheduler import Scheduler
 from sluice.scheduler.v1 import generate_pb2
 
@@ -38,6 +40,8 @@ async def ticket_of(request: generate_pb2.GenerateRequest) -> Ticket:
         class_times(SchedulerConfig()),
         cast("Any", SimpleNamespace()),
         lambda instance: None,
+        UsageLog("test", None),
+        Prices(),
     )
     live, _ = api._generation(request, cast("Any", CONTEXT), whole=False)
     return live.ticket

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ Run = Callable[[Coroutine[object, object, None]], None]
 def scenario(run_virtual: Run, tmp_path: Path) -> Callable[..., None]:
     """Runs ``body(rig)`` in virtual time and checks that nothing is left."""
 
-    def play(body: Callable[[Rig], Coroutine[object, object, None]], **options: int) -> None:
+    def play(body: Callable[[Rig], Coroutine[object, object, None]], **options: Any) -> None:
         async def main() -> None:
             async with rig(tmp_path, **options) as running:
                 await body(running)

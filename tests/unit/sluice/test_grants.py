@@ -83,6 +83,17 @@ def test_a_grant_is_void_outside_its_time(signer: GrantSigner, verifier: GrantVe
     assert _reason(verifier, grant, now=NOW + 30.0 + CLOCK_SKEW_S + 0.01) == "GRANT_EXPIRED"
 
 
+def test_nothing_starts_from_the_start_by_time_on(
+    signer: GrantSigner, verifier: GrantVerifier
+) -> None:
+    """Neither the grant's own life nor the difference that clocks may have adds to it."""
+    grant = signer.sign("r1", "a", now_unix_s=NOW, ttl_s=30.0, start_by_unix_s=NOW + 2.5)
+    assert _reason(verifier, grant, now=NOW - CLOCK_SKEW_S + 0.01) == "OK"
+    assert _reason(verifier, grant, now=NOW + 2.499) == "OK"
+    assert _reason(verifier, grant, now=NOW + 2.501) == "GRANT_LAPSED"
+    assert _reason(verifier, grant, instance="b", now=NOW + 2.501) == "GRANT_AUDIENCE"
+
+
 def test_nobody_can_sign_for_longer_than_an_hour(
     signer: GrantSigner, verifier: GrantVerifier
 ) -> None:
