@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from scheduler_svc.domain.limits import SchedulerLimits
+from scheduler_svc.domain.limits import BreakerLimits, SchedulerLimits
 from scheduler_svc.domain.model import PriorityClass
 from scheduler_svc.domain.placement import POLICIES
 from sluice.config import section, setting
@@ -76,6 +76,42 @@ class SchedulerConfig:
         ge=0.0,
         le=3600.0,
         help="How long requests wait for a known model that no instance can serve now.",
+    )
+    breaker_faults: int = setting(
+        5, ge=1, le=1000, help="Faults in a row that open an instance's breaker."
+    )
+    breaker_error_ratio: float = setting(
+        0.5, ge=0.01, le=1.0, help="Share of faults in the window that opens it."
+    )
+    breaker_slow_ratio: float = setting(
+        0.8, ge=0.01, le=1.0, help="Share of slow first tokens in the window that opens it."
+    )
+    breaker_slow_multiple: float = setting(
+        8.0,
+        ge=1.5,
+        le=1000.0,
+        help="A first token is slow at this multiple of the expected time.",
+    )
+    breaker_slow_floor_s: float = setting(
+        5.0, unit="s", ge=0.1, le=3600.0, help="No first token before this is slow."
+    )
+    breaker_volume: int = setting(
+        20, ge=1, le=100000, help="Outcomes in the window below which no share opens it."
+    )
+    breaker_window_s: float = setting(
+        30.0, unit="s", ge=1.0, le=3600.0, help="Length of the sliding window."
+    )
+    breaker_cooldown_s: float = setting(
+        5.0, unit="s", ge=0.1, le=600.0, help="How long it stays open the first time; then doubled."
+    )
+    breaker_cooldown_max_s: float = setting(
+        60.0, unit="s", ge=0.1, le=3600.0, help="The longest that it stays open."
+    )
+    breaker_probes: int = setting(
+        3, ge=1, le=100, help="Requests at a time that try an instance whose breaker was open."
+    )
+    breaker_successes: int = setting(
+        2, ge=1, le=100, help="First tokens of such requests that close the breaker."
     )
     drain_grace_s: float = setting(
         120.0, unit="s", ge=0.0, le=3600.0, help="Longest wait for open requests at shutdown."
@@ -150,6 +186,24 @@ def domain_limits(config: SchedulerConfig) -> SchedulerLimits:
         report_stale_s=config.report_stale_s,
         stale_open=config.stale_reports == "open",
         no_instance_wait_s=config.no_instance_wait_s,
+        breaker=breaker_limits(config),
+    )
+
+
+def breaker_limits(config: SchedulerConfig) -> BreakerLimits:
+    """When instances are barred and tried again."""
+    return BreakerLimits(
+        faults_max=config.breaker_faults,
+        error_ratio=config.breaker_error_ratio,
+        slow_ratio=config.breaker_slow_ratio,
+        volume_min=config.breaker_volume,
+        window_s=config.breaker_window_s,
+        cooldown_s=config.breaker_cooldown_s,
+        cooldown_max_s=config.breaker_cooldown_max_s,
+        probes_max=config.breaker_probes,
+        closes_after=config.breaker_successes,
+        slow_multiple=config.breaker_slow_multiple,
+        slow_floor_s=config.breaker_slow_floor_s,
     )
 
 

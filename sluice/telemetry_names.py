@@ -123,6 +123,9 @@ OPEN_STREAMS = _gauge("sluice.streams.open", "{stream}", "Client streams open.",
 BUFFERED = _gauge("sluice.streams.buffered", "{character}", "Text waiting for clients.")
 TENANT_TOKENS = _counter("sluice.tokens", "{token}", "Tokens delivered, by direction.", "direction")
 INSTANCES = _gauge("sluice.instances", "{instance}", "Instances by state.", "state")
+BREAKER_OPENED = _counter(
+    "sluice.breaker.opened", "{opening}", "How often a breaker opened.", "instance"
+)
 LIMIT_HITS = _counter("sluice.limit.hits", "{hit}", "How often a named bound was hit.", "limit")
 QUEUE_TIME = _histogram("sluice.queue.time", "s", "Time in the queue.", _SECONDS, "class")
 TTFT = _histogram(

@@ -100,6 +100,7 @@ class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
             credit_sequences=status.credit_sequences or 0,
             credit_kv_tokens=status.credit_kv_tokens or 0,
             simulated=status.simulated,
+            breaker=status.breaker,
         )
         if not status.reachable:
             entry.reason = "the load watch does not answer"

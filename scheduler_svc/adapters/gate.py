@@ -291,7 +291,7 @@ class Gate:
 
         def fail(now: float) -> None:
             if live.over:
-                self.domain.ended(live.ticket.id, attempt, now)
+                self.domain.ended(live.ticket.id, attempt, now, Outcome.CANCELLED)
             elif error.reason == GRANT_LAPSED:
                 self._lapsed(live, attempt, now)
             elif error.code is Code.RESOURCE_EXHAUSTED:
@@ -300,7 +300,7 @@ class Gate:
                 self._attempt_failed(live, attempt, call_fault(error), now, error)
             else:
                 live.fail(error, Outcome.INVALID)
-                self.domain.ended(live.ticket.id, attempt, now)
+                self.domain.ended(live.ticket.id, attempt, now, Outcome.INVALID)
 
         self.post(fail)
 
@@ -554,12 +554,8 @@ class Gate:
         else:
             name = inference_pb2.RejectReason.Name(rejected.reason)
             log.error("an instance rejected a start", instance=live.instance, reason=name)
-            kind = FaultKind.PROTOCOL
-            if rejected.reason == inference_pb2.REJECT_REASON_ENGINE_DOWN:
-                kind = FaultKind.NOT_SERVING
-                # Until its next report says more: a request would use up its attempts there.
-                instance = live.instance
-                self.post(lambda now: self.domain.unreachable(instance, name, now))
+            is_down = rejected.reason == inference_pb2.REJECT_REASON_ENGINE_DOWN
+            kind = FaultKind.NOT_SERVING if is_down else FaultKind.PROTOCOL
             self.post(lambda now: self._failed(slot, kind, now))
 
     def _lapsed(self, live: LiveRequest, attempt: int, now: float) -> None:
@@ -584,7 +580,7 @@ class Gate:
     ) -> None:
         live = slot.live
         if live is None or live.over:
-            self.domain.ended(slot.ticket_id, slot.domain_attempt, now)
+            self.domain.ended(slot.ticket_id, slot.domain_attempt, now, Outcome.CANCELLED)
         else:
             self._attempt_failed(live, slot.domain_attempt, kind, now, error)
 

@@ -48,6 +48,7 @@ class SchedulerMetrics:
         telemetry.gauge(names.OPEN_STREAMS, self._read_streams)
         telemetry.gauge(names.BUFFERED, self._read_buffered)
         telemetry.gauge(names.INSTANCES, self._read_instances)
+        telemetry.counter(names.BREAKER_OPENED, self._read_breakers)
         telemetry.counter(names.LIMIT_HITS, self._read_limit_hits)
         telemetry.counter(names.FRAMES, self._read_frames)
 
@@ -171,6 +172,10 @@ class SchedulerMetrics:
         states = Counter(map(state_of, self._gate.domain.snapshot().instances.values()))
         for state, count in states.items():
             yield count, {"state": state}
+
+    def _read_breakers(self) -> Iterator[tuple[int, Labels]]:
+        for instance, status in self._gate.domain.snapshot().instances.items():
+            yield status.breaker_opened, {"instance": instance}
 
     def _read_limit_hits(self) -> Iterator[tuple[int, Labels]]:
         for limit, count in self.limit_hits.items():

@@ -41,7 +41,7 @@ class Admission:
         if ticket.deadline_s <= now:
             return refusals.deadline_exceeded()
         if self.patience_until(ticket.line, now) <= now:
-            return refusals.no_instance(self._limits.no_instance_wait_s)
+            return self.no_instance(ticket, now)
         scope = self._queue.full_for(ticket)
         if scope is not None:
             return refusals.queue_full(scope, self.retry_after_s(ticket))
@@ -54,8 +54,16 @@ class Admission:
         if ticket.deadline_s <= now:
             return refusals.deadline_exceeded()
         if self.patience_until(ticket.line, now) < inf:
-            return refusals.no_instance(self._limits.no_instance_wait_s)
+            return self.no_instance(ticket, now)
         return refusals.hopeless(self.retry_after_s(ticket))
+
+    def no_instance(self, ticket: Ticket, now: float) -> Refusal:
+        """The delay is the time until an instance with an open breaker is tried again, if there is
+        one; else nobody knows."""
+        probe_s = self._fleet.next_probe_s(ticket.line)
+        if probe_s is None:
+            return refusals.no_instance(self._limits.no_instance_wait_s)
+        return refusals.no_instance(self._spread(ticket, probe_s - now))
 
     def hopeless_at(self, ticket: Ticket, now: float) -> float:
         """From then on the first token cannot come in time."""
@@ -91,8 +99,11 @@ class Admission:
     def retry_after_s(self, ticket: Ticket) -> float:
         """The expected wait behind all that is ahead, within bounds, spread by the ticket's id so
         that those who were refused together do not come back together."""
+        return self._spread(ticket, self._wait_s(ticket))
+
+    def _spread(self, ticket: Ticket, wait_s: float) -> float:
         limits = self._limits
-        wait_s = min(max(self._wait_s(ticket), limits.retry_after_min_s), limits.retry_after_max_s)
+        wait_s = min(max(wait_s, limits.retry_after_min_s), limits.retry_after_max_s)
         spread = (ticket.id * 2_654_435_761 % 2**32) / 2**31 - 1.0  # Knuth's hash, -1 to 1
         return wait_s * (1.0 + limits.retry_after_jitter * spread)
 

@@ -22,6 +22,7 @@ from math import inf
 
 import numpy as np
 
+from scheduler_svc.domain.breaker import Breaker, BreakerState
 from scheduler_svc.domain.ledger import Ledger, Load
 from scheduler_svc.domain.limits import SchedulerLimits
 from scheduler_svc.domain.model import InstanceName, InstanceReport, Line, WorkKind
@@ -46,15 +47,18 @@ class Instance:
     """What is known of one instance besides the ledger.
 
     ``foreign_*``: what it was reported to run beyond what this scheduler had there. Credits are
-    ``None`` until the first one. ``paused_until_s``: it said NO_ROOM. ``barred``: by a breaker.
+    ``None`` until the first one. ``paused_until_s``: it said NO_ROOM. ``barred``: by somebody's
+    word, apart from its ``breaker``.
     ``ecc_errors_first``: what its GPUs had counted when this engine was first seen."""
 
     name: InstanceName
     row: int
     report: InstanceReport
     report_s: float
+    breaker: Breaker
     reachable: bool = True
     unreachable_reason: str = ""
+    silent: bool = False  # unreachable because it did not answer its load watch
     draining: bool = False
     removed: bool = False
     stale: bool = False
@@ -93,6 +97,8 @@ class Fleet:
         self._model_ids: dict[str, int] = {}
         self._next_model_id = 1
         self._paused: set[InstanceName] = set()
+        self._cooling: set[InstanceName] = set()  # with an open breaker
+        self._probed: set[InstanceName] = set()  # with a half-open one
         self._stale_from_s = inf  # no report goes stale before; reports only move it on
         self._usable: dict[Line, Mask] = {}
         self._all = {
@@ -177,9 +183,34 @@ class Fleet:
         fits = kind is not WorkKind.GENERATE or self.free_kv_tokens[row] >= kv_tokens
         return bool(self._free_prefill_tokens[row] >= to_read and fits)
 
+    def probed(self) -> list[int]:
+        """Rows of instances that are tried again after their breaker was open."""
+        return [self._by_name[name].row for name in self._probed]
+
+    def first_token_s(self, row: int) -> float:
+        """Expected time to the first token of a ticket that was just taken there."""
+        load = self._ledger.load(row)
+        return float(load.prefill_tokens * self.prompt_s_per_token[row]) + self.at(row).step_s
+
+    def can_spare(self, row: int) -> bool:
+        """Whether at least half of the instances of the row's model would be left to serve it."""
+        model = self.at(row).report.model
+        for kind in WorkKind:
+            usable = self.usable((model, kind))
+            if usable[row] and 2 * (int(usable.sum()) - 1) < self._lines[model, kind]:
+                return False
+        return True
+
+    def next_probe_s(self, line: Line) -> float | None:
+        """When the first instance of the line with an open breaker may be tried again."""
+        cooling = map(self._by_name.__getitem__, self._cooling)
+        ends = (one.breaker.until_s for one in cooling if line in _lines(one.report))
+        return min(ends, default=None)
+
     def next_change(self) -> float | None:
-        """When time alone changes something: a report goes stale, a pause ends."""
+        """When time alone changes something: a report goes stale, a pause or a cool-down ends."""
         times = [self._by_name[name].paused_until_s for name in self._paused]
+        times += [self._by_name[name].breaker.until_s for name in self._cooling]
         times.append(float(self._stale_at_s.min(initial=inf)))
         return min(times) if min(times) < inf else None
 
@@ -195,6 +226,10 @@ class Fleet:
         else:
             self._enter(report)
             self._leave(instance.report)
+        if instance.silent or report.epoch != instance.report.epoch:
+            instance.breaker.revive()
+            self._sort_by_breaker(instance)
+        instance.silent = False
         load = self._ledger.load(instance.row)
         self._learn(instance, report, load)
         self._see_gpus(instance, report)
@@ -233,14 +268,20 @@ class Fleet:
         else:
             self.refresh_row(instance.row)
 
-    def close(self, instance: Instance, reason: str) -> None:
-        """Its load watch broke."""
+    def close(self, instance: Instance, reason: str, *, silent: bool = True) -> None:
+        """Its load watch broke, or (not ``silent``) it says that it is down."""
         instance.reachable, instance.unreachable_reason = False, reason
+        instance.silent = silent
         self._reopen(instance)
 
     def bar(self, instance: Instance, barred: bool) -> None:
-        """A breaker opens (nothing more starts there) or closes."""
+        """Nothing more starts there, until it is unbarred."""
         instance.barred = barred
+        self._reopen(instance)
+
+    def judged(self, instance: Instance) -> None:
+        """Its breaker changed its state or the places for probes."""
+        self._sort_by_breaker(instance)
         self._reopen(instance)
 
     def drain(self, instance: Instance) -> None:
@@ -256,9 +297,11 @@ class Fleet:
             self._release(instance)
 
     def refresh(self, now: float) -> None:
-        """Lets time pass: reports go stale, pauses end. Nothing to do in nearly every turn."""
-        if now < self._stale_from_s and not self._paused:
+        """Lets time pass: reports go stale, pauses and cool-downs end. Nothing to do in nearly
+        every turn."""
+        if now < self._stale_from_s and not self._paused and not self._cooling:
             return
+        self.refresh_breakers(now)
         for name in [n for n in self._paused if self._by_name[n].paused_until_s <= now]:
             self._resume(self._by_name[name])
             self.refresh_row(self._by_name[name].row)
@@ -270,6 +313,11 @@ class Fleet:
             self._reopen(instance)
         self._stale_from_s = float(self._stale_at_s.min(initial=inf))
 
+    def refresh_breakers(self, now: float) -> None:
+        """Lets cool-downs end."""
+        for name in [n for n in self._cooling if self._by_name[n].breaker.look(now)]:
+            self.judged(self._by_name[name])
+
     def refresh_row(self, row: int) -> None:
         """Works the room and load columns of a row out anew."""
         instance = self.at(row)
@@ -278,6 +326,9 @@ class Fleet:
         free = report.sequences_max - load.sequences - instance.foreign_sequences
         if instance.name in self._paused:
             free = 0
+        probes = instance.breaker.probes_free
+        if probes is not None:
+            free = min(free, probes)
         credit = instance.credit_sequences
         if credit is None:
             credit = self._limits.initial_credit_sequences
@@ -320,7 +371,11 @@ class Fleet:
         assert all(count > 0 for count in (*self._models.values(), *self._lines.values()))
         assert set(self._model_ids) == set(models)
         assert {line[0] for line in self._usable} <= set(models)
-        assert self._paused <= set(self._by_name)
+        assert (self._paused | self._cooling | self._probed) <= set(self._by_name)
+        for name, instance in self._by_name.items():
+            state = instance.breaker.state
+            assert (name in self._cooling) == (state is BreakerState.OPEN)
+            assert (name in self._probed) == (state is BreakerState.HALF_OPEN)
         for row in self._free_rows:
             assert self._by_row[row] is None
             assert self._ledger.load(row).sequences == 0
@@ -372,6 +427,16 @@ class Fleet:
         if not instance.foreign_sequences:
             instance.foreign_kv_tokens = 0  # block rounding and cached prefixes of our own
 
+    def _sort_by_breaker(self, instance: Instance) -> None:
+        for names, state in (
+            (self._cooling, BreakerState.OPEN),
+            (self._probed, BreakerState.HALF_OPEN),
+        ):
+            if instance.breaker.state is state:
+                names.add(instance.name)
+            else:
+                names.discard(instance.name)
+
     def _resume(self, instance: Instance) -> None:
         self._paused.discard(instance.name)
 
@@ -385,6 +450,7 @@ class Fleet:
             and instance.reachable
             and not instance.removed
             and not instance.barred
+            and instance.breaker.state is not BreakerState.OPEN
             and not instance.gpu_fault
             and fresh
         )
@@ -421,7 +487,7 @@ class Fleet:
 
     def _admit(self, report: InstanceReport, now: float) -> Instance:
         row = heappop(self._free_rows)  # the lowest, so that columns stay short
-        instance = Instance(report.name, row, report, now)
+        instance = Instance(report.name, row, report, now, Breaker(self._limits.breaker))
         self._by_name[report.name] = instance
         self._by_row[row] = instance
         if row >= len(self.backlog_s):
@@ -433,6 +499,8 @@ class Fleet:
     def _release(self, instance: Instance) -> None:
         row = instance.row
         self._resume(instance)
+        self._cooling.discard(instance.name)
+        self._probed.discard(instance.name)
         del self._by_name[instance.name]
         self._by_row[row] = None
         heappush(self._free_rows, row)

@@ -39,6 +39,26 @@ def _classes() -> dict[PriorityClass, ClassLimits]:
 
 
 @dataclass(frozen=True, slots=True)
+class BreakerLimits:
+    """When an instance is barred and tried again. Starting points are peers' defaults: 5 faults in
+    a row (vllm-project/router, SMG's worker), 5 s (LiteLLM) growing to 60 s (SMG)."""
+
+    faults_max: int = 5
+    error_ratio: float = 0.5
+    slow_ratio: float = 0.8
+    volume_min: int = 20
+    window_s: float = 30.0
+    cooldown_s: float = 5.0
+    cooldown_max_s: float = 60.0
+    probes_max: int = 3
+    closes_after: int = 2
+    # A first token is slow beyond this multiple of what was to be expected, but never before the
+    # floor.
+    slow_multiple: float = 8.0
+    slow_floor_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """The scheduler's numbers. Times in seconds, sizes in tokens or bytes."""
 
@@ -60,6 +80,8 @@ class SchedulerLimits:
     # Prompt tokens outstanding per instance, as a multiple of its step_tokens_max: enough that the
     # next step is always full, little enough that running streams keep their pace.
     prefill_steps_max: float = 2.0
+
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)
 
     # Attempts on instances that fail before the first token.
     attempts_max: int = 3

@@ -176,6 +176,8 @@ class Ticket:
     generated_tokens: int = field(default=0, init=False)
     first_token: bool = field(default=False, init=False)
     returned: bool = field(default=False, init=False)
+    trial: int = field(default=-1, init=False)
+    first_token_expected_s: float = field(default=0.0, init=False)
     passed_over: int = field(default=0, init=False)
     held_row: int = field(default=-1, init=False)
     held_cached_tokens: int = field(default=0, init=False)

@@ -19,6 +19,13 @@ from typing import Literal
 
 from scheduler_svc.domain import refusals
 from scheduler_svc.domain.admission import Admission
+from scheduler_svc.domain.breaker import (
+    BreakerState,
+    FirstTokenPace,
+    Verdict,
+    verdict_of_end,
+    verdict_of_failure,
+)
 from scheduler_svc.domain.engine_time import EngineTime
 from scheduler_svc.domain.estimate import Estimates
 from scheduler_svc.domain.fleet import Fleet, Instance
@@ -73,6 +80,7 @@ class Scheduler:
         self._engine_time = EngineTime()
         self._fleet = Fleet(limits, self._ledger)
         self._estimates = Estimates(limits)
+        self._pace = FirstTokenPace(limits.breaker, limits.models_max)
         self._timers: LazyHeap[Ticket] = LazyHeap()
         self._admission = Admission(limits, self._queue, self._ledger, self._fleet, self._estimates)
         self._draining = False
@@ -87,6 +95,7 @@ class Scheduler:
         """What ``submit`` would refuse the ticket with now; then it is over. ``None``: nothing, and
         it is as new. For callers that have work to do before they submit. O(1)."""
         assert ticket.state is TicketState.NEW, "submitted before"
+        self._fleet.refresh_breakers(now)
         if self._draining:
             refusal: Refusal | None = refusals.draining(self._limits.retry_after_min_s)
         else:
@@ -125,7 +134,7 @@ class Scheduler:
         if ticket is None or ticket.state is TicketState.ABORTING:
             return None
         if ticket.state is TicketState.RUNNING:
-            return self._abort(ticket, outcome, None)
+            return self._abort(ticket, outcome, None, now)
         if ticket.state is TicketState.WAITING:
             self._queue.leave(ticket, served=False)
         self._finish(ticket, outcome)
@@ -153,6 +162,7 @@ class Scheduler:
         if ticket is None or ticket.first_token:
             return
         ticket.first_token = True
+        self._judge_first_token(ticket, now)
         self._ledger.first_token(ticket)
         self._fleet.refresh_row(ticket.row)
         if ticket.state is TicketState.RUNNING:
@@ -176,6 +186,7 @@ class Scheduler:
         ticket = self._holding(ticket_id, attempt)
         if ticket is None:
             return
+        self._judge(ticket, Verdict.NEUTRAL, now)
         instance = self._free(ticket, now)
         if kind is RejectKind.EXPIRED:
             ticket.deadline_s = min(ticket.deadline_s, now)
@@ -203,6 +214,7 @@ class Scheduler:
         ticket = self._current(ticket_id, attempt)
         if ticket is None:
             return
+        self._judge(ticket, verdict_of_end(outcome), now)
         if ticket.state in _HOLDS_ROOM:
             self._free(ticket, now)
         if ticket.state is TicketState.ABORTING:
@@ -217,10 +229,15 @@ class Scheduler:
     ) -> Literal["requeued", "ended"] | Refusal:
         """The attempt failed through no fault of the request. Nothing delivered: "requeued" for
         another instance, ``attempts_max`` times in all. Delivered, or no attempt left: the error
-        for the client. "ended": stale or aborting, so nobody waits for an answer."""
+        for the client. "ended": stale or aborting, so nobody waits for an answer. NOT_SERVING also
+        closes the instance until its next report: more would use up their attempts there."""
         ticket = self._current(ticket_id, attempt)
         if ticket is None:
             return "ended"
+        self._judge(ticket, verdict_of_failure(kind), now)
+        known = self._fleet.get(ticket.instance) if ticket.instance is not None else None
+        if kind is FaultKind.NOT_SERVING and known is not None:
+            self._fleet.close(known, kind.value, silent=False)
         if ticket.state in _HOLDS_ROOM:
             self._free(ticket, now)
         if ticket.state is TicketState.ABORTING:
@@ -299,7 +316,7 @@ class Scheduler:
             self._fleet.remove(known)
 
     def bar(self, instance: InstanceName, barred: bool, now: float) -> None:
-        """A breaker opened: nothing starts there until it is closed; what runs, runs on."""
+        """Nothing starts there until it is unbarred; what runs, runs on."""
         known = self._fleet.get(instance)
         if known is not None:
             self._fleet.bar(known, barred)
@@ -408,7 +425,7 @@ class Scheduler:
             ticket = entry[2]
             if ticket.state is TicketState.RUNNING:
                 error = self._too_late_running(ticket, now)
-                effects.append(self._abort(ticket, error.outcome, error))
+                effects.append(self._abort(ticket, error.outcome, error, now))
                 continue
             error = self._admission.too_late(ticket, now)
             if ticket.state is TicketState.WAITING:
@@ -417,11 +434,11 @@ class Scheduler:
             self._finish(ticket, error.outcome)
         for line in self._queue.lines():
             if self._admission.patience_until(line, now) <= now:
-                self._refuse_line(line, effects)
+                self._refuse_line(line, now, effects)
 
-    def _refuse_line(self, line: Line, effects: list[Effect]) -> None:
+    def _refuse_line(self, line: Line, now: float, effects: list[Effect]) -> None:
         for ticket in sorted(self._queue.tickets(line), key=lambda t: t.id):
-            error = refusals.no_instance(self._limits.no_instance_wait_s)
+            error = self._admission.no_instance(ticket, now)
             self._queue.leave(ticket, served=False)
             effects.append(Refuse(ticket, error.outcome, error))
             self._finish(ticket, error.outcome)
@@ -461,6 +478,10 @@ class Scheduler:
         ticket.attempt += 1
         ticket.row, ticket.instance = row, instance.name
         ticket.dispatched_s = now
+        ticket.first_token_expected_s = self._fleet.first_token_s(row)
+        ticket.trial = instance.breaker.begin()
+        if instance.breaker.state is BreakerState.HALF_OPEN:
+            self._fleet.judged(instance)
         ticket.passed_over = 0
         self._watch_running(ticket)
         return Dispatch(ticket, instance.name, ticket.attempt)
@@ -488,12 +509,43 @@ class Scheduler:
             at = min(at, ticket.first_token_limit_s)
         self._timers.push(ticket.id, (at,), ticket)
 
-    def _abort(self, ticket: Ticket, outcome: Outcome, error: Refusal | None) -> Abort:
+    def _abort(self, ticket: Ticket, outcome: Outcome, error: Refusal | None, now: float) -> Abort:
         assert ticket.instance is not None
+        verdict = verdict_of_end(outcome)
+        if outcome is Outcome.FIRST_TOKEN_TIMEOUT and self._is_slow(ticket, now):
+            verdict = Verdict.FAULT  # the limit is the client's word, which proves nothing
+        self._judge(ticket, verdict, now)
         ticket.state = TicketState.ABORTING
         ticket.abort_outcome = outcome
         self._timers.remove(ticket.id)
         return Abort(ticket, ticket.instance, ticket.attempt, outcome, error)
+
+    def _judge_first_token(self, ticket: Ticket, now: float) -> None:
+        slow = self._is_slow(ticket, now)
+        took_s = now - ticket.dispatched_s
+        self._pace.saw(ticket.line, ticket.first_token_expected_s, took_s)
+        if ticket.trial >= 0:
+            instance = self._fleet.at(ticket.row)
+            before = instance.breaker.state
+            spare = slow and self._fleet.can_spare(ticket.row)
+            instance.breaker.first_token(ticket.trial, slow, spare, now)
+            if not instance.breaker.state is before is BreakerState.CLOSED:
+                self._fleet.judged(instance)
+
+    def _is_slow(self, ticket: Ticket, now: float) -> bool:
+        limit_s = self._pace.limit_s(ticket.line, ticket.first_token_expected_s)
+        return now - ticket.dispatched_s > limit_s
+
+    def _judge(self, ticket: Ticket, verdict: Verdict, now: float) -> None:
+        """Tells the instance's breaker what became of the attempt; once per attempt."""
+        trial, ticket.trial = ticket.trial, -1
+        instance = self._fleet.get(ticket.instance) if ticket.instance is not None else None
+        if trial < 0 or instance is None:
+            return
+        before = instance.breaker.state
+        instance.breaker.end(trial, verdict, ticket.first_token, now)
+        if not instance.breaker.state is before is BreakerState.CLOSED:
+            self._fleet.judged(instance)
 
     def _free(self, ticket: Ticket, now: float) -> Instance:
         """Gives the ticket's room back; returns the instance that had it."""

@@ -12,7 +12,8 @@ from scheduler_svc.domain.model import InstanceName, Line, Outcome, PriorityClas
 
 @dataclass(frozen=True, slots=True)
 class InstanceStatus:
-    """One instance. Counts are this scheduler's own; ``foreign_sequences`` are others'. Credits are
+    """One instance. ``breaker``: the name of a ``BreakerState``, ``breaker_opened`` how often it
+    opened. Counts are this scheduler's own; ``foreign_sequences`` are others'. Credits are
     ``None`` before the first one."""
 
     model: str
@@ -21,6 +22,8 @@ class InstanceStatus:
     reachable: bool
     stale: bool
     simulated: bool
+    breaker: str
+    breaker_opened: int
     running: int
     prefill_tokens: int
     kv_tokens: int
@@ -39,6 +42,8 @@ class InstanceStatus:
             reachable=instance.reachable,
             stale=instance.stale,
             simulated=instance.report.simulated,
+            breaker=instance.breaker.state.value,
+            breaker_opened=instance.breaker.opened,
             running=load.sequences,
             prefill_tokens=load.prefill_tokens,
             kv_tokens=load.kv_tokens,

@@ -89,6 +89,10 @@ class Scan:
                 room &= ~could_use
         if not room.any():
             return None
+        probed = [row for row in self._fleet.probed() if room[row]]
+        if probed:  # one that is tried again has to be met by somebody
+            room = np.zeros_like(room)
+            room[probed] = True
         scores = self._placement.score(self._fleet, need)
         if need.cached_tokens is not None and self._hold(ticket, need, scores, eligible, room):
             return None

@@ -26,6 +26,7 @@ from sluice.command.topology import MIB
 from sluice.errors import SluiceError
 from sluice.inference.v1 import inference_pb2, inference_pb2_grpc, load_pb2
 from sluice.mesh_config import Address, parse_address
+from sluice.scheduler.v1 import admin_pb2
 
 ASK_TIMEOUT_S: Final = 3.0
 _INFERENCE_MODULE: Final = "inference_svc.main"
@@ -181,12 +182,19 @@ def _from_scheduler(paths: RunPaths, endpoint: Address) -> tuple[InstanceSeen, .
         InstanceSeen(
             name=one.name,
             model=one.model,
-            state=f"{one.state} ({one.reason})" if one.reason else one.state,
+            state=_state(one),
             simulated=one.simulated,
             load=one.load if one.HasField("load") else None,
         )
         for one in report.instances
     )
+
+
+def _state(one: admin_pb2.InstanceStatus) -> str:
+    """With the reason, and its breaker where that holds requests back."""
+    breaker = "" if one.breaker in ("", "closed") else f"breaker {one.breaker.replace('_', '-')}"
+    notes = "; ".join(note for note in (one.reason, breaker) if note)
+    return f"{one.state} ({notes})" if notes else one.state
 
 
 def _from_instance(process: ProcessSeen) -> InstanceSeen:

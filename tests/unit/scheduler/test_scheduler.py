@@ -532,7 +532,7 @@ def test_no_map_grows_with_the_number_of_requests() -> None:
         if number % 3 == 1:
             bench.scheduler.ended(ticket.id, 1, 0.0, output_tokens=5)
         else:
-            bench.scheduler.failed(ticket.id, 1, LOST, 0.0, delivered=True)
+            bench.scheduler.failed(ticket.id, 1, FaultKind.GOING_DOWN, 0.0, delivered=True)
     assert bench.is_empty()
     scheduler = bench.scheduler
     assert not scheduler._tickets

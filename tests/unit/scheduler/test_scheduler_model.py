@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from scheduler_svc.domain.canonical import PrefixHasher
-from scheduler_svc.domain.limits import ClassLimits
+from scheduler_svc.domain.limits import BreakerLimits, ClassLimits
 from scheduler_svc.domain.model import (
     Abort,
     Dispatch,
@@ -148,6 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             report_stale_s=STALE_S,
             no_instance_wait_s=ABSENT_S,
             attempts_max=ATTEMPTS,
+            breaker=BreakerLimits(faults_max=10**9, volume_min=10**9),  # test_breaker's
             bypass_max=100,
             passed_over_max=10**9,
             prefix_index_bytes=100_000,
