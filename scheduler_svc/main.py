@@ -10,6 +10,7 @@ from functools import partial
 from typing import Final
 
 from scheduler_svc.adapters.admin_api import AdminApi
+from scheduler_svc.adapters.alias_table import AliasTable
 from scheduler_svc.adapters.catalog import Catalog
 from scheduler_svc.adapters.execution_link import ExecuteConnection, ExecutionLink, choose_link
 from scheduler_svc.adapters.fleet_watch import FleetWatch
@@ -19,7 +20,9 @@ from scheduler_svc.adapters.public_api import EmbedStub, PublicApi
 from scheduler_svc.adapters.quota_client import GrpcQuotaTransport, QuotaClient
 from scheduler_svc.adapters.quota_keeper import QuotaKeeper
 from scheduler_svc.adapters.quota_metrics import QuotaMetrics
-from scheduler_svc.adapters.tenants import TenantsFile
+from scheduler_svc.adapters.state_admin import StateAdmin
+from scheduler_svc.adapters.state_watch import StateWatch
+from scheduler_svc.adapters.tenants import Tenants
 from scheduler_svc.adapters.usage_log import UsageLog
 from scheduler_svc.config import SchedulerConfig, class_times, domain_limits
 from scheduler_svc.domain.flush import FlushBudget
@@ -80,12 +83,11 @@ class Parts:
         ]
         self.fleet = FleetWatch(config.instances, open_channel, self.gate)
         self.tenants = _tenants(config)
-        catalog = Catalog(
-            self.fleet,
-            config.default_model,
-            config.default_embedding_model,
-            _pairs("scheduler.aliases", config.aliases),
-        )
+        aliases = AliasTable(_pairs("scheduler.aliases", config.aliases))
+        catalog = Catalog(self.fleet, config.default_model, config.default_embedding_model, aliases)
+        if self.quota is not None:
+            self.tenants.listen(self.quota.set_tenant, self.quota.remove_tenant)
+        self._state_watch = self._watch_of_state(aliases, health)
         metrics = SchedulerMetrics(telemetry, self.gate)
         telemetry.counter(names.CONFIG_RELOADS, self._read_reloads)
         # The methods of later layers are the generated base's, which answers UNIMPLEMENTED; the
@@ -101,10 +103,22 @@ class Parts:
             _prices(config),
         )
         self.admin = AdminApi(  # type: ignore[abstract]
-            config.name, self.gate, self.fleet, self.tenants
+            config.name,
+            self.gate,
+            self.fleet,
+            self.tenants,
+            catalog,
+            StateAdmin(self.state_channel) if self.state_channel is not None else None,
         )
         self._execution = health.component("execution")
         self._instances = health.component("instances")
+
+    def _watch_of_state(self, aliases: AliasTable, health: Health) -> StateWatch | None:
+        if self.state_channel is None:
+            return None
+        # Optional: without the state service what it last said stays, and requests go on.
+        component = health.component("state", optional=True)
+        return StateWatch(self.state_channel, self.tenants, aliases, component)
 
     def _connect(self, target: str) -> ExecuteConnection:
         stub = execution_pb2_grpc.ExecutionServiceStub(self._channels[target])
@@ -128,6 +142,8 @@ class Parts:
             group.create_task(self.gate.run())
             group.create_task(self.fleet.run())
             group.create_task(self.tenants.watch())
+            if self._state_watch is not None:
+                group.create_task(self._state_watch.run())
             group.create_task(self._watch_links())
             if self.quota is not None:
                 group.create_task(self.quota.run())
@@ -169,9 +185,9 @@ def _signer(config: SchedulerConfig) -> GrantSigner:
         raise ConfigError("scheduler.keys_dir", f"no key to sign grants with: {error}") from error
 
 
-def _tenants(config: SchedulerConfig) -> TenantsFile:
+def _tenants(config: SchedulerConfig) -> Tenants:
     try:
-        return TenantsFile(config.tenants_file)
+        return Tenants(config.tenants_file)
     except (OSError, ValueError) as error:
         raise ConfigError("scheduler.tenants_file", str(error)) from error
 

@@ -1,4 +1,5 @@
-"""Health: an AND over named components, served as grpc.health.v1.
+"""Health: an AND over named components, served as grpc.health.v1. An optional component is told of
+like the others and does not count.
 
 Owns the components' states and the watchers. Synchronous: a change is seen by ``Check`` at once and
 by watchers on the next turn of the loop. All services of a process share one health; the names are
@@ -26,11 +27,12 @@ _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 class Component:
     """A part of a service that has to be well for the service to be; down until said to be up."""
 
-    __slots__ = ("_health", "name", "reason")
+    __slots__ = ("_health", "name", "optional", "reason")
 
-    def __init__(self, health: Health, name: str) -> None:
+    def __init__(self, health: Health, name: str, *, optional: bool = False) -> None:
         self._health = health
         self.name = name
+        self.optional = optional
         self.reason = "starting"  # why it is down; empty: it is up
 
     def up(self) -> None:
@@ -61,11 +63,12 @@ class Health:
         self._terminating = self.component("terminating")
         self._terminating.up()
 
-    def component(self, name: str) -> Component:
-        """The component of that name; made on first use, down with reason ``starting``."""
+    def component(self, name: str, *, optional: bool = False) -> Component:
+        """The component of that name; made on first use, down with reason ``starting``.
+        ``optional``: the service serves without it."""
         component = self._components.get(name)
         if component is None:
-            component = self._components[name] = Component(self, name)
+            component = self._components[name] = Component(self, name, optional=optional)
             self.changed()
         return component
 
@@ -76,7 +79,7 @@ class Health:
 
     @property
     def healthy(self) -> bool:
-        """Whether all components are up."""
+        """Whether all components that count are up."""
         return self._healthy
 
     def failing(self) -> list[tuple[str, str]]:
@@ -102,7 +105,7 @@ class Health:
 
     def changed(self) -> None:
         """Called by components."""
-        healthy = not any(c.reason for c in self._components.values())
+        healthy = not any(c.reason for c in self._components.values() if not c.optional)
         if healthy != self._healthy:
             self._healthy = healthy
             for callback in self._callbacks:

@@ -19,6 +19,8 @@ from sluice.state.v1 import (
     aliases_pb2_grpc,
     decisions_pb2,
     decisions_pb2_grpc,
+    fleet_pb2,
+    fleet_pb2_grpc,
     quota_pb2,
     quota_pb2_grpc,
     tenants_pb2,
@@ -28,6 +30,7 @@ from sluice.state.v1 import (
 )
 from sluice.telemetry import Telemetry
 from state_svc.adapters.alias_servicer import AliasServicer
+from state_svc.adapters.fleet_servicer import FleetServicer
 from state_svc.adapters.ledger_servicers import DecisionServicer, UsageServicer
 from state_svc.adapters.quota_servicer import QuotaServicer
 from state_svc.adapters.registry_watch import RegistryWatch
@@ -42,6 +45,7 @@ from state_svc.config import StateConfig
 _FILES: Final[tuple[FileDescriptor, ...]] = (
     aliases_pb2.DESCRIPTOR,
     decisions_pb2.DESCRIPTOR,
+    fleet_pb2.DESCRIPTOR,
     quota_pb2.DESCRIPTOR,
     tenants_pb2.DESCRIPTOR,
     usage_pb2.DESCRIPTOR,
@@ -67,6 +71,7 @@ class Parts:
         self.watch = RegistryWatch(registry)
         self.tenants = TenantServicer(registry, self.watch)
         self.aliases = AliasServicer(registry, self.watch)
+        self.drains = FleetServicer(registry, self.watch)
         self.usage = UsageServicer(ValkeyUsage(durable))
         self.quota = QuotaServicer(ValkeyQuotaStore(volatile))
         self.decisions = DecisionServicer(
@@ -80,6 +85,7 @@ class Parts:
         """Registers every service."""
         tenants_pb2_grpc.add_TenantServiceServicer_to_server(self.tenants, server.grpc)
         aliases_pb2_grpc.add_AliasServiceServicer_to_server(self.aliases, server.grpc)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(self.drains, server.grpc)
         usage_pb2_grpc.add_UsageServiceServicer_to_server(self.usage, server.grpc)
         quota_pb2_grpc.add_QuotaServiceServicer_to_server(self.quota, server.grpc)
         decisions_pb2_grpc.add_DecisionServiceServicer_to_server(self.decisions, server.grpc)

@@ -33,11 +33,14 @@ class QuotaStore(Protocol):
 
 
 class Kind(StrEnum):
-    """What the registry holds. A key's name is ``tenant/key_id``; it goes with its tenant."""
+    """What the registry holds. A key's name is ``tenant/key_id``; it goes with its tenant. A seed
+    is the mark of a tenant or key that a file once brought: what was deleted since stays so."""
 
     TENANTS = "tenants"
     KEYS = "keys"
     ALIASES = "aliases"
+    DRAINS = "drains"
+    SEEDS = "seeds"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
-"""The administration service: the state of queue and fleet, under an admin key.
+"""The administration service, under an admin key: the state of queue and fleet, and what operators
+may change.
 
-Tenants, keys, aliases and drains come with the state service; until then the generated base class
-answers them as UNIMPLEMENTED.
+Tenants, keys and aliases are the state service's: a change is checked and stored there, and comes
+back to every scheduler through its watch, within a second. Without a state service those methods
+are FAILED_PRECONDITION.
 """
 
 from __future__ import annotations
@@ -11,14 +13,16 @@ from typing import Any, Final
 
 import grpc
 
+from scheduler_svc.adapters.catalog import Catalog
 from scheduler_svc.adapters.fleet_watch import SILENCE_LIMIT_S, FleetWatch
 from scheduler_svc.adapters.gate import Gate
 from scheduler_svc.adapters.lane import set_duration
-from scheduler_svc.adapters.tenants import TenantsFile
+from scheduler_svc.adapters.state_admin import StateAdmin, not_configured
+from scheduler_svc.adapters.tenants import Tenants
 from scheduler_svc.domain.model import InstanceName
 from scheduler_svc.domain.snapshot import InstanceStatus, Snapshot
 from sluice.common.v1 import policy_pb2
-from sluice.errors import invalid
+from sluice.errors import failed_precondition, invalid
 from sluice.scheduler.v1 import admin_pb2, admin_pb2_grpc
 
 INTERVAL_DEFAULT_S: Final = 1.0
@@ -31,18 +35,27 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
     """See the module's docstring."""
 
-    def __init__(self, name: str, gate: Gate, fleet: FleetWatch, tenants: TenantsFile) -> None:
+    def __init__(
+        self,
+        name: str,
+        gate: Gate,
+        fleet: FleetWatch,
+        tenants: Tenants,
+        catalog: Catalog,
+        state: StateAdmin | None,
+    ) -> None:
         self._name = name
         self._gate = gate
         self._fleet = fleet
         self._tenants = tenants
+        self._catalog = catalog
+        self._state = state
 
     async def WatchStatus(  # type: ignore[override]  # as PublicApi.Generate
         self, request: admin_pb2.WatchStatusRequest, context: Context
     ) -> None:
         """See admin.proto."""
-        metadata = dict(context.invocation_metadata() or ())
-        self._tenants.check_admin(str(metadata.get("authorization", "")))
+        self._check(context)
         interval_s = INTERVAL_DEFAULT_S
         if request.HasField("interval"):
             interval_s = request.interval.seconds + request.interval.nanos / 1e9
@@ -51,6 +64,83 @@ class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
         while True:
             await context.write(self.status())
             await asyncio.sleep(interval_s)
+
+    async def PutTenant(
+        self, request: admin_pb2.PutTenantRequest, context: Context
+    ) -> admin_pb2.PutTenantResponse:
+        """See admin.proto."""
+        return await self._stored(context).put_tenant(request)
+
+    async def ListTenants(
+        self, request: admin_pb2.ListTenantsRequest, context: Context
+    ) -> admin_pb2.ListTenantsResponse:
+        """See admin.proto."""
+        return await self._stored(context).list_tenants()
+
+    async def DeleteTenant(
+        self, request: admin_pb2.DeleteTenantRequest, context: Context
+    ) -> admin_pb2.DeleteTenantResponse:
+        """See admin.proto."""
+        await self._stored(context).delete_tenant(request.tenant)
+        return admin_pb2.DeleteTenantResponse()
+
+    async def CreateKey(
+        self, request: admin_pb2.CreateKeyRequest, context: Context
+    ) -> admin_pb2.CreateKeyResponse:
+        """See admin.proto."""
+        return await self._stored(context).create_key(request)
+
+    async def RevokeKey(
+        self, request: admin_pb2.RevokeKeyRequest, context: Context
+    ) -> admin_pb2.RevokeKeyResponse:
+        """See admin.proto."""
+        await self._stored(context).revoke_key(request.key_id)
+        return admin_pb2.RevokeKeyResponse()
+
+    async def SetAlias(
+        self, request: admin_pb2.SetAliasRequest, context: Context
+    ) -> admin_pb2.SetAliasResponse:
+        """See admin.proto."""
+        state = self._stored(context)
+        for number, target in enumerate(request.targets):
+            if self._fleet.knows_all and not self._catalog.serves(target.model):
+                raise invalid(f"targets[{number}].model", "no instance serves it")
+        configured = self._catalog.aliases.configured(request.alias)
+        model = configured.targets[0].model if configured is not None else None
+        return await state.set_alias(request, model)
+
+    async def RollbackAlias(
+        self, request: admin_pb2.RollbackAliasRequest, context: Context
+    ) -> admin_pb2.RollbackAliasResponse:
+        """See admin.proto."""
+        state = self._stored(context)
+        if self._catalog.aliases.configured(request.alias) is not None:
+            raise failed_precondition(
+                "NOTHING_EARLIER", "the alias is as the configuration has it: it was never changed"
+            )
+        return await state.rollback_alias(request.alias)
+
+    async def ListAliases(
+        self, request: admin_pb2.ListAliasesRequest, context: Context
+    ) -> admin_pb2.ListAliasesResponse:
+        """See admin.proto."""
+        self._check(context)
+        response = admin_pb2.ListAliasesResponse()
+        for name, alias in sorted(self._catalog.aliases.all().items()):
+            entry = response.aliases.add(name=name, version=alias.version)
+            for target in alias.targets:
+                entry.targets.add(model=target.model, weight=target.weight)
+        return response
+
+    def _check(self, context: Context) -> None:
+        metadata = dict(context.invocation_metadata() or ())
+        self._tenants.check_admin(str(metadata.get("authorization", "")))
+
+    def _stored(self, context: Context) -> StateAdmin:
+        self._check(context)
+        if self._state is None:
+            raise not_configured()
+        return self._state
 
     def status(self) -> admin_pb2.WatchStatusResponse:
         """The state now."""

@@ -6,10 +6,11 @@ restarting engine is UNAVAILABLE and not NOT_FOUND. Synchronous; no state of its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
+from scheduler_svc.adapters.alias_table import AliasTable
 from scheduler_svc.adapters.fleet_watch import FleetWatch
-from scheduler_svc.adapters.tenants import Tenant
+from scheduler_svc.adapters.tenant import Tenant
 from sluice.errors import SluiceError, failed_precondition, not_found, unavailable
 from sluice.inference.v1 import inference_pb2
 from sluice.scheduler.v1 import generate_pb2
@@ -23,11 +24,15 @@ class Catalog:
         fleet: FleetWatch,
         default_model: str,
         default_embedding_model: str,
-        aliases: Mapping[str, str],
+        aliases: AliasTable,
     ) -> None:
         self._fleet = fleet
         self._default = {False: default_model, True: default_embedding_model}
-        self._aliases = aliases
+        self.aliases = aliases
+
+    def serves(self, model: str) -> bool:
+        """Whether an instance that is known serves the model."""
+        return model in self._known()
 
     def resolve(self, name: str, tenant: Tenant, *, embeds: bool = False) -> str:
         """The served model for a request. NOT_FOUND for a model that is unknown or not the
@@ -35,8 +40,13 @@ class Catalog:
         for one that is unknown while an instance has not said yet what it serves."""
         known = self._known()
         resolved = name or self._default[embeds] or self._first(known.values(), embeds)
-        if name in self._aliases and tenant.may_use(name):
-            resolved = self._aliases[name]
+        alias = self.aliases.get(resolved)
+        if alias is not None:
+            # By its own name, or because every version of it is permitted.
+            versions = (target.model for target in alias.targets)
+            if not (tenant.may_use(resolved) or all(map(tenant.may_use, versions))):
+                raise _unknown(resolved)
+            resolved = self.aliases.pick(alias, known.__contains__)
         elif resolved and not tenant.may_use(resolved):
             raise _unknown(resolved)
         if not resolved:
@@ -61,16 +71,19 @@ class Catalog:
     def list(self, tenant: Tenant) -> list[generate_pb2.Model]:
         """The models that a tenant may use, by name."""
         models: dict[str, generate_pb2.Model] = {}
+        aliases: dict[str, list[str]] = {}
+        for name, alias in sorted(self.aliases.all().items()):
+            for target in alias.targets:
+                aliases.setdefault(target.model, []).append(name)
         for instance, described in self._fleet.models.items():
-            if not tenant.may_use(described.model):
+            names = aliases.get(described.model, ())
+            if not any(map(tenant.may_use, (described.model, *names))):
                 continue
             model = models.get(described.model)
             if model is None:
                 model = models[described.model] = _entry(described)
                 model.is_default = described.model in self._defaults()
-                model.aliases.extend(
-                    sorted(name for name, target in self._aliases.items() if target == model.name)
-                )
+                model.aliases.extend(names)
             load = self._fleet.reports.get(instance)
             if load is not None and load.serving and self._fleet.is_fresh(instance):
                 model.instances += 1

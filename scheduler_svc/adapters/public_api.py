@@ -29,7 +29,8 @@ from scheduler_svc.adapters.gate import Gate
 from scheduler_svc.adapters.live_request import LiveRequest
 from scheduler_svc.adapters.metrics import SchedulerMetrics
 from scheduler_svc.adapters.quota_keeper import NOTHING_USED, consumption
-from scheduler_svc.adapters.tenants import Tenant, TenantsFile
+from scheduler_svc.adapters.tenant import Tenant
+from scheduler_svc.adapters.tenants import Tenants
 from scheduler_svc.adapters.usage_log import UsageLog
 from scheduler_svc.config import ClassTimes
 from scheduler_svc.domain.model import (
@@ -104,7 +105,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         self,
         gate: Gate,
         catalog: Catalog,
-        tenants: TenantsFile,
+        tenants: Tenants,
         times: ClassTimes,
         metrics: SchedulerMetrics,
         embed_stub: Callable[[InstanceName], EmbedStub | None],

@@ -1,174 +1,156 @@
-"""Tenants and their keys, from a TOML file.
+"""Who calls: tenants by the hash of a key.
 
-The file holds SHA-256 hashes of keys, never keys. It is read again when it changes; a bad file is
-refused with a log line and the last good one stays. A look-up is one hash and one dictionary
-access.
-
-    admin_key_sha256 = ["<64 hex digits>"]
-
-    [[tenant]]
-    name = "dev"
-    key_sha256 = ["<64 hex digits>"]
-    ceiling = "critical"         # highest class it may use
-    default_class = "standard"   # class of requests that say none
-    models = []                  # models it may use; empty: all
-    agents = false
-    sessions = true
+The table comes from the tenants file until the state service has told it; from then on only what
+that says counts, and while it is away the last table stays. Admin keys always come from the file,
+which is read again when it changes; a bad one is refused with a log line and the last good one
+stays. A look-up is one hash and two dictionary accesses, synchronous. One event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
-import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
-from scheduler_svc.domain.model import PriorityClass
+from scheduler_svc.adapters.tenant import Key, Tenant
+from scheduler_svc.adapters.tenants_file import TenantsFileError, TenantTable, parse
 from sluice import logs
 from sluice.errors import SluiceError, permission_denied, unauthenticated
+from sluice.quota.exchange import Limits
 
 POLL_INTERVAL_S: Final = 2.0
 KEY_BYTES_MAX: Final = 512
-_NAME: Final = re.compile(r"[a-z0-9-]{1,64}")
-_HASH: Final = re.compile(r"[0-9a-f]{64}")
-_FIELDS: Final = frozenset(
-    ("name", "key_sha256", "ceiling", "default_class", "models", "agents", "sessions")
-)
 
 log = logs.get(__name__)
 
 
-class TenantsFileError(ValueError):
-    """The file is wrong; the text names the entry and the field."""
+class OnTenant(Protocol):
+    """Told of a tenant that is new or changed."""
+
+    def __call__(self, tenant: str, limits: Limits, *, fail_open: bool) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """A tenant's rights."""
+class Tenants:
+    """The table now. ``wall`` is the clock by which keys expire, in Unix seconds."""
 
-    name: str
-    ceiling: PriorityClass = PriorityClass.CRITICAL
-    default_class: PriorityClass = PriorityClass.STANDARD
-    models: frozenset[str] = frozenset()
-    agents: bool = False
-    sessions: bool = True
-
-    def may_use(self, model: str) -> bool:
-        """Whether the tenant may use a model."""
-        return not self.models or model in self.models
-
-    def class_for(self, wanted: PriorityClass | None) -> PriorityClass:
-        """The class of a request: what it wants, lowered to the ceiling."""
-        return max(self.default_class if wanted is None else wanted, self.ceiling)
-
-
-@dataclass(frozen=True, slots=True)
-class TenantTable:
-    """One reading of the file."""
-
-    by_key_hash: Mapping[str, Tenant]
-    admin_key_hashes: frozenset[str]
-
-
-def parse(text: str) -> TenantTable:
-    """Reads a tenants file; raises :class:`TenantsFileError`."""
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise TenantsFileError(f"not TOML: {error}") from error
-    if unknown := document.keys() - {"tenant", "admin_key_sha256"}:
-        raise TenantsFileError(f"{min(unknown)}: unknown field")
-    by_key_hash: dict[str, Tenant] = {}
-    names: set[str] = set()
-    entries = document.get("tenant", [])
-    if not isinstance(entries, list):
-        raise TenantsFileError("tenant: must be an array of tables: [[tenant]]")
-    for number, entry in enumerate(entries):
-        where = f"tenant[{number}]"
-        tenant = _tenant(entry, where)
-        if tenant.name in names:
-            raise TenantsFileError(f"{where}.name: {tenant.name} occurs twice")
-        names.add(tenant.name)
-        for key_hash in _hashes(entry.get("key_sha256", []), f"{where}.key_sha256"):
-            if key_hash in by_key_hash:
-                raise TenantsFileError(f"{where}.key_sha256: a key belongs to two tenants")
-            by_key_hash[key_hash] = tenant
-    if not names:
-        # A file that an editor has just emptied must not lock everybody out.
-        raise TenantsFileError("tenant: at least one [[tenant]] is needed")
-    admin = _hashes(document.get("admin_key_sha256", []), "admin_key_sha256")
-    return TenantTable(by_key_hash, frozenset(admin))
-
-
-def _tenant(entry: object, where: str) -> Tenant:
-    if not isinstance(entry, dict):
-        raise TenantsFileError(f"{where}: not a table")
-    if unknown := entry.keys() - _FIELDS:
-        raise TenantsFileError(f"{where}.{min(unknown)}: unknown field")
-    name = entry.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise TenantsFileError(f"{where}.name: must match {_NAME.pattern}")
-    models = entry.get("models", [])
-    if not isinstance(models, list) or not all(isinstance(model, str) for model in models):
-        raise TenantsFileError(f"{where}.models: must be a list of names")
-    for right in ("agents", "sessions"):
-        if not isinstance(entry.get(right, False), bool):
-            raise TenantsFileError(f"{where}.{right}: must be true or false")
-    return Tenant(
-        name=name,
-        ceiling=_class(entry.get("ceiling", "critical"), f"{where}.ceiling"),
-        default_class=_class(entry.get("default_class", "standard"), f"{where}.default_class"),
-        models=frozenset(models),
-        agents=entry.get("agents", False),
-        sessions=entry.get("sessions", True),
-    )
-
-
-def _class(value: object, where: str) -> PriorityClass:
-    if not isinstance(value, str) or value.upper() not in PriorityClass.__members__:
-        names = ", ".join(name.lower() for name in PriorityClass.__members__)
-        raise TenantsFileError(f"{where}: must be one of {names}")
-    return PriorityClass[value.upper()]
-
-
-def _hashes(value: object, where: str) -> list[str]:
-    if not isinstance(value, list) or not all(
-        isinstance(item, str) and _HASH.fullmatch(item) for item in value
-    ):
-        raise TenantsFileError(f"{where}: must be a list of 64 lower-case hex digits each")
-    return value
-
-
-class TenantsFile:
-    """The current table, kept fresh."""
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, wall: Callable[[], float] = time.time) -> None:
         self.reloads = 0
         self.reloads_failed = 0
+        self.seed_changed = asyncio.Event()
+        """Set whenever the file, or what was made from it, is to be brought to the state service
+        again."""
         self._path = path
+        self._wall = wall
         self._stamp = self._stat()
-        self._table = parse(path.read_text())
+        self._seed = parse(path.read_text())
+        self._told = False
+        self._tenants: dict[str, Tenant] = {}
+        self._keys: dict[str, Key] = {}
+        self._hashes: dict[str, str] = {}
+        self._on_tenant: OnTenant | None = None
+        self._on_removed: Callable[[str], None] | None = None
+        self._take_seed()
+
+    # Who calls.
 
     def tenant(self, authorization: str | None) -> Tenant:
         """Who calls, from the ``authorization`` header. Raises UNAUTHENTICATED."""
-        tenant = self._table.by_key_hash.get(_key_hash(authorization))
-        if tenant is None:
+        key = self._keys.get(_key_hash(authorization))
+        tenant = None if key is None else self._tenants.get(key.tenant)
+        if key is None or tenant is None:
             raise _wrong_key()
+        if key.expires_s <= self._wall():
+            raise unauthenticated("KEY_EXPIRED", "the key has expired")
         return tenant
 
     def check_admin(self, authorization: str | None) -> None:
         """Raises unless the caller holds an admin key: UNAUTHENTICATED, or PERMISSION_DENIED for a
         tenant's key."""
         key_hash = _key_hash(authorization)
-        if key_hash in self._table.admin_key_hashes:
+        if key_hash in self._seed.admin_key_hashes:
             return
-        if key_hash in self._table.by_key_hash:
+        if key_hash in self._keys:
             raise permission_denied("ADMIN_ONLY", "this needs an admin key")
         raise _wrong_key()
+
+    # What the state service says.
+
+    @property
+    def seed(self) -> TenantTable:
+        """The file as last read."""
+        return self._seed
+
+    def named(self, name: str) -> Tenant | None:
+        """The tenant of that name."""
+        return self._tenants.get(name)
+
+    def listen(self, on_tenant: OnTenant, on_removed: Callable[[str], None]) -> None:
+        """Tells of every tenant there is, and from now on of every change."""
+        self._on_tenant, self._on_removed = on_tenant, on_removed
+        for tenant in self._tenants.values():
+            on_tenant(tenant.name, tenant.limits, fail_open=tenant.quota_fail_open)
+
+    def replace(self, tenants: Iterable[Tenant], keys: Iterable[Key]) -> None:
+        """Everything that the state service knows."""
+        self._told = True
+        self._replace(tenants, keys)
+
+    def change(
+        self,
+        tenants: Iterable[Tenant] = (),
+        keys: Iterable[Key] = (),
+        removed: Iterable[str] = (),
+        removed_keys: Iterable[str] = (),
+    ) -> None:
+        """What changed there. A key that moves is removed by its id before it is put."""
+        for key_id in removed_keys:
+            self._forget_key(key_id)
+        for name in removed:
+            self._remove(name)
+        for tenant in tenants:
+            self._put(tenant)
+        for key in keys:
+            self._put_key(key)
+        if not self._tenants:
+            # Its store was lost: what the file has is to be there again.
+            self.seed_changed.set()
+
+    def _replace(self, tenants: Iterable[Tenant], keys: Iterable[Key]) -> None:
+        new = {tenant.name: tenant for tenant in tenants}
+        for name in self._tenants.keys() - new.keys():
+            self._remove(name)
+        for tenant in new.values():
+            self._put(tenant)
+        self._keys.clear()
+        self._hashes.clear()
+        for key in keys:
+            self._put_key(key)
+
+    def _put(self, tenant: Tenant) -> None:
+        if self._tenants.get(tenant.name) == tenant:
+            return
+        self._tenants[tenant.name] = tenant
+        if self._on_tenant is not None:
+            self._on_tenant(tenant.name, tenant.limits, fail_open=tenant.quota_fail_open)
+
+    def _remove(self, name: str) -> None:
+        if self._tenants.pop(name, None) is not None and self._on_removed is not None:
+            self._on_removed(name)
+
+    def _put_key(self, key: Key) -> None:
+        self._forget_key(key.key_id)
+        self._keys[key.key_hash] = key
+        self._hashes[key.key_id] = key.key_hash
+
+    def _forget_key(self, key_id: str) -> None:
+        key_hash = self._hashes.pop(key_id, None)
+        if key_hash is not None and self._keys[key_hash].key_id == key_id:
+            del self._keys[key_hash]
+
+    # The file.
 
     async def watch(self) -> None:
         """Reads the file again when it changes, until cancelled."""
@@ -183,12 +165,23 @@ class TenantsFile:
             return
         self._stamp = stamp
         try:
-            self._table = parse(self._path.read_text())
-            self.reloads += 1
-            log.info("tenants file read again")
+            self._seed = parse(self._path.read_text())
         except (OSError, UnicodeDecodeError, TenantsFileError) as error:
             self.reloads_failed += 1
             log.error("tenants file refused; the last good one stays", problem=str(error))
+            return
+        self.reloads += 1
+        log.info("tenants file read again")
+        self.seed_changed.set()
+        if not self._told:
+            self._take_seed()
+
+    def _take_seed(self) -> None:
+        keys = self._seed.keys.items()
+        self._replace(
+            self._seed.tenants.values(),
+            [Key(seed_key_id(key_hash), tenant, key_hash) for key_hash, tenant in keys],
+        )
 
     def _stat(self) -> tuple[int, int] | None:
         try:
@@ -196,6 +189,11 @@ class TenantsFile:
         except OSError:
             return None
         return stat.st_mtime_ns, stat.st_size
+
+
+def seed_key_id(key_hash: str) -> str:
+    """The identifier of a key that the file brings, by its hash in hex."""
+    return f"file-{key_hash[:24]}"
 
 
 def _key_hash(authorization: str | None) -> str:

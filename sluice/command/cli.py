@@ -22,6 +22,7 @@ import typer
 
 from sluice import __version__
 from sluice.command.cli_calls import calls
+from sluice.command.cli_fleet import add_fleet
 from sluice.command.cli_grant import add_grant
 from sluice.command.cli_show import show
 from sluice.command.cli_simulate import add_simulate
@@ -60,6 +61,7 @@ compose_app = typer.Typer(help="The docker compose file, made from sluice.toml."
 app.add_typer(compose_app, name="compose")
 app.add_typer(tenants_app, name="tenants")
 calls(app)
+add_fleet(app)
 add_grant(app)
 show(app)
 add_simulate(app)

@@ -134,6 +134,20 @@ def open_client(config: Path | None, endpoint: str, key_file: Path | None) -> Me
     return MeshClient(endpoint, key or read_key(key_file or Path()))
 
 
+def open_admin(config: Path | None, endpoint: str) -> MeshClient:
+    """A client of the same mesh under the admin key: from SLUICE_ADMIN_KEY, else from the runtime
+    folder."""
+    from sluice.command.client import MeshClient
+    from sluice.command.first_files import admin_key_path
+
+    key = os.environ.get("SLUICE_ADMIN_KEY", "")
+    if not endpoint or not key:
+        paths = run_paths(config)
+        endpoint = endpoint or _running_endpoint(paths) or _configured_endpoint(config)
+        key = key or read_key(admin_key_path(paths.runtime))
+    return MeshClient(endpoint, key)
+
+
 def _running_endpoint(paths: RunPaths) -> str:
     """Envoy's address in the mesh that runs; empty when none does."""
     from sluice.command import processes

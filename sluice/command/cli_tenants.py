@@ -1,41 +1,102 @@
-"""`sluice tenants`: who may call the mesh of this machine."""
+"""`sluice tenants`: who may call the mesh, with which rights, limits and keys.
+
+Every change goes to the scheduler's administration service under the admin key and is stored by the
+state service; schedulers follow within a second.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
 import shlex
-from typing import Annotated, Final
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from sluice.command.cli_support import ConfigOption, output, print_table, run_paths
-from sluice.command.tenants_file import CLASSES, Tenant, TenantsFile
+from sluice.command.cli_support import (
+    ConfigOption,
+    EndpointOption,
+    fail_line,
+    open_admin,
+    output,
+    print_table,
+    run_paths,
+)
+from sluice.config import ConfigError
+
+if TYPE_CHECKING:
+    from sluice.command.client import MeshClient
+    from sluice.scheduler.v1 import admin_pb2
+
+CLASSES: Final = ("critical", "interactive", "standard", "batch")
+NONE: Final = "none"
+_NAME: Final = re.compile(r"[a-z0-9-]{1,64}")
+_SPAN: Final = re.compile(r"(\d{1,6})([smhd])")
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+# Of a key that came with the tenants file; its own part is the start of the key's hash.
+_FILE_KEY: Final = "file-"
+_FILE_KEY_CHARS: Final = 24
 
 NameArgument = Annotated[str, typer.Argument(help="The tenant: [a-z0-9-], 1 to 64 characters.")]
+ClassOption = Annotated[
+    str,
+    typer.Option(
+        "--class",
+        help=f"Class of requests that say none: {', '.join(CLASSES)}. Default for a new tenant:"
+        " standard, or the ceiling where that is lower.",
+    ),
+]
+CeilingOption = Annotated[
+    str, typer.Option(help="Highest class that it may use. Default for a new tenant: critical.")
+]
+ModelOption = Annotated[
+    list[str] | None,
+    typer.Option(help="A model or alias that it may use; repeatable. `none`: all, the default."),
+]
+LimitOption = Annotated[str, typer.Option(help="A number; `none`: no limit, the default.")]
+AgentsOption = Annotated[
+    bool | None, typer.Option("--agents/--no-agents", help="May use agents. Default: no.")
+]
+SessionsOption = Annotated[
+    bool | None, typer.Option("--sessions/--no-sessions", help="May keep sessions. Default: yes.")
+]
+FailOpenOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--fail-open/--fail-closed",
+        help="Whether requests go on, uncounted, while quotas are unreachable. Default: closed.",
+    ),
+]
 
 tenants_app: Final = typer.Typer(
-    help="Who may call the mesh of this machine (tenants.toml of the runtime folder).",
-    no_args_is_help=True,
+    help="Who may call the mesh: tenants, their rights, limits and keys.", no_args_is_help=True
 )
 
 
 @tenants_app.command("list")
-def list_tenants(config: ConfigOption = None) -> None:
+def list_tenants(config: ConfigOption = None, endpoint: EndpointOption = "") -> None:
     """List the tenants."""
-    file = TenantsFile(run_paths(config).runtime)
+    with open_admin(config, endpoint) as client:
+        found = _listed(client)
     table = Table(box=None, pad_edge=False)
-    for column in ("tenant", "class", "ceiling", "models", "keys", "key file"):
+    for column in (
+        *("tenant", "class", "ceiling", "models", "requests/min", "tokens/min", "at once"),
+        *("tokens/day", "rights", "keys"),
+    ):
         table.add_column(column, overflow="fold", no_wrap=column == "tenant")
-    for one in file.tenants():
-        key = file.key_path(one.name)
+    for one in found.tenants:
         table.add_row(
             Text(one.name),
-            Text(one.default_class),
-            Text(one.ceiling),
+            Text(_class_name(one.default_class)),
+            Text(_class_name(one.ceiling)),
             Text(", ".join(one.models) or "all"),
-            str(one.keys),
-            Text(str(key) if key.is_file() else "-"),
+            *(_limit(one.quota, field) for field in _LIMITS),
+            Text(", ".join(_rights(one)) or "-"),
+            str(sum(key.tenant == one.name for key in found.keys)),
         )
     print_table(table)
 
@@ -43,43 +104,266 @@ def list_tenants(config: ConfigOption = None) -> None:
 @tenants_app.command("add")
 def add(
     name: NameArgument,
-    default_class: Annotated[
-        str,
-        typer.Option(
-            "--class",
-            help=f"Class of requests that say none: {', '.join(CLASSES)}. Default: standard, or"
-            " the ceiling where that is lower.",
-        ),
-    ] = "",
-    ceiling: Annotated[str, typer.Option(help="Highest class that it may use.")] = "critical",
-    model: Annotated[
-        list[str] | None,
-        typer.Option(help="A model or alias that it may use; repeatable. Default: all."),
-    ] = None,
+    default_class: ClassOption = "",
+    ceiling: CeilingOption = "critical",
+    model: ModelOption = None,
+    requests_per_min: LimitOption = "",
+    tokens_per_min: LimitOption = "",
+    concurrent: LimitOption = "",
+    tokens_per_day: LimitOption = "",
+    agents: AgentsOption = None,
+    sessions: SessionsOption = None,
+    fail_open: FailOpenOption = None,
     config: ConfigOption = None,
+    endpoint: EndpointOption = "",
 ) -> None:
-    """Add a tenant with a key of its own. A mesh that runs knows it within seconds."""
+    """Add a tenant with a key of its own, which is written to a file of the runtime folder."""
     from sluice.command.up_screen import short_path, tool_path
+    from sluice.scheduler.v1 import admin_pb2
 
-    default_class = default_class or max("standard", ceiling, key=_rank)
-    for value, option in ((default_class, "--class"), (ceiling, "--ceiling")):
-        if value not in CLASSES:
-            raise typer.BadParameter(
-                f"{value!r} is not one of {', '.join(CLASSES)}", param_hint=option
-            )
-    file = TenantsFile(run_paths(config).runtime)
-    key = file.add(Tenant(name, default_class, ceiling, tuple(model or ())))
-    call = shlex.join([tool_path("sluice"), "generate", "--key-file", short_path(key), "Hello"])
-    output().print(f"Tenant {name} is added; its key is in {short_path(key)}", soft_wrap=True)
+    if not _NAME.fullmatch(name):
+        raise ConfigError("name", f"{name!r} must be [a-z0-9-], 1 to 64 characters")
+    tenant = admin_pb2.Tenant(name=name, sessions=True)
+    _set(tenant, default_class, ceiling, model)
+    _set_limits(tenant, requests_per_min, tokens_per_min, concurrent, tokens_per_day)
+    _set_rights(tenant, agents, sessions, fail_open)
+    path = _key_path(config, name)
+    with open_admin(config, endpoint) as client:
+        request = admin_pb2.PutTenantRequest(tenant=tenant, expected_version=0)
+        client.admin("PutTenant", request)
+        made = client.admin("CreateKey", admin_pb2.CreateKeyRequest(tenant=name))
+    _write_key(path, made.key)
+    call = shlex.join([tool_path("sluice"), "generate", "--key-file", short_path(path), "Hello"])
+    output().print(f"Tenant {name} is added; its key is in {short_path(path)}", soft_wrap=True)
     output().print(f"  {call}", soft_wrap=True)
 
 
+@tenants_app.command("set")
+def change(
+    name: NameArgument,
+    default_class: ClassOption = "",
+    ceiling: CeilingOption = "",
+    model: ModelOption = None,
+    requests_per_min: LimitOption = "",
+    tokens_per_min: LimitOption = "",
+    concurrent: LimitOption = "",
+    tokens_per_day: LimitOption = "",
+    agents: AgentsOption = None,
+    sessions: SessionsOption = None,
+    fail_open: FailOpenOption = None,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+) -> None:
+    """Change a tenant: what is given, and nothing else."""
+    from sluice.scheduler.v1 import admin_pb2
+
+    with open_admin(config, endpoint) as client:
+        tenant = _named(_listed(client), name)
+        _set(tenant, default_class, ceiling, model)
+        _set_limits(tenant, requests_per_min, tokens_per_min, concurrent, tokens_per_day)
+        _set_rights(tenant, agents, sessions, fail_open)
+        request = admin_pb2.PutTenantRequest(tenant=tenant, expected_version=tenant.version)
+        client.admin("PutTenant", request)
+    output().print(f"Tenant {name} is changed; schedulers follow within a second.")
+
+
 @tenants_app.command("remove")
-def remove(name: NameArgument, config: ConfigOption = None) -> None:
+def remove(name: NameArgument, config: ConfigOption = None, endpoint: EndpointOption = "") -> None:
     """Remove a tenant, its keys and its key file."""
-    TenantsFile(run_paths(config).runtime).remove(name)
-    output().print(f"Tenant {name} is removed; its keys are refused within seconds.")
+    from sluice.scheduler.v1 import admin_pb2
+
+    own = _own_key_id(config)
+    with open_admin(config, endpoint) as client:
+        found = _listed(client)
+        _named(found, name)
+        if any(key.tenant == name and key.key_id == own for key in found.keys):
+            raise ConfigError("name", f"{name} has the key of `sluice` itself, api-key")
+        client.admin("DeleteTenant", admin_pb2.DeleteTenantRequest(tenant=name))
+    _key_path(config, name).unlink(missing_ok=True)
+    output().print(f"Tenant {name} is removed; its keys are refused within a second.")
 
 
-def _rank(name: str) -> int:
-    return CLASSES.index(name) if name in CLASSES else -1
+@tenants_app.command("keys")
+def keys(
+    name: Annotated[str, typer.Argument(help="A tenant. Default: all.")] = "",
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+) -> None:
+    """List keys: identifiers, never a key."""
+    with open_admin(config, endpoint) as client:
+        found = _listed(client)
+    if name:
+        _named(found, name)
+    table = Table(box=None, pad_edge=False)
+    for column in ("key", "tenant", "label", "made", "expires"):
+        table.add_column(column, overflow="fold", no_wrap=column == "key")
+    for one in found.keys:
+        if name in ("", one.tenant):
+            table.add_row(
+                Text(one.key_id),
+                Text(one.tenant),
+                Text(one.label or "-"),
+                _day(one, "create_time", "-"),
+                _day(one, "expire_time", "never"),
+            )
+    print_table(table)
+
+
+@tenants_app.command("key-add")
+def key_add(
+    name: NameArgument,
+    label: Annotated[str, typer.Option(help="For people, at most 128 characters.")] = "",
+    expires: Annotated[
+        str, typer.Option(help="How long it is valid, e.g. 12h or 90d. Default: for ever.")
+    ] = "",
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+) -> None:
+    """Make a further key and print it, this once. To rotate: add one, hand it out, revoke the old
+    one."""
+    from sluice.scheduler.v1 import admin_pb2
+
+    request = admin_pb2.CreateKeyRequest(tenant=name, label=label)
+    if expires:
+        request.expire_time.seconds = int(time.time()) + _span_s(expires)
+    with open_admin(config, endpoint) as client:
+        made = client.admin("CreateKey", request)
+    output().print(f"{made.key_id}  {made.key}", soft_wrap=True)
+
+
+@tenants_app.command("key-revoke")
+def key_revoke(
+    key_id: Annotated[str, typer.Argument(help="The key's identifier; `keys` lists them.")],
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+) -> None:
+    """Make a key void."""
+    from sluice.scheduler.v1 import admin_pb2
+
+    if key_id == _own_key_id(config):
+        fail_line("note: this was the key of `sluice` itself, api-key")
+    with open_admin(config, endpoint) as client:
+        client.admin("RevokeKey", admin_pb2.RevokeKeyRequest(key_id=key_id))
+    output().print(f"Key {key_id} is void within a second.")
+
+
+_LIMITS: Final = ("requests_per_min", "tokens_per_min", "concurrent_requests", "tokens_per_day")
+
+
+def _listed(client: MeshClient) -> admin_pb2.ListTenantsResponse:
+    from sluice.scheduler.v1 import admin_pb2
+
+    found: admin_pb2.ListTenantsResponse = client.admin(
+        "ListTenants", admin_pb2.ListTenantsRequest()
+    )
+    return found
+
+
+def _named(found: admin_pb2.ListTenantsResponse, name: str) -> admin_pb2.Tenant:
+    for tenant in found.tenants:
+        if tenant.name == name:
+            return tenant
+    known = ", ".join(tenant.name for tenant in found.tenants) or "none"
+    raise ConfigError("name", f"there is no tenant {name!r}; there are: {known}")
+
+
+def _set(
+    tenant: admin_pb2.Tenant, default_class: str, ceiling: str, models: list[str] | None
+) -> None:
+    from sluice.common.v1 import policy_pb2
+
+    for value, option, field in (
+        (ceiling, "--ceiling", "ceiling"),
+        (default_class, "--class", "default_class"),
+    ):
+        if value and value not in CLASSES:
+            raise typer.BadParameter(
+                f"{value!r} is not one of {', '.join(CLASSES)}", param_hint=option
+            )
+        if value:
+            number = policy_pb2.PriorityClass.Value(f"PRIORITY_CLASS_{value.upper()}")
+            setattr(tenant, field, number)
+    if ceiling and not default_class and 0 < tenant.default_class < tenant.ceiling:
+        tenant.default_class = tenant.ceiling  # a lower ceiling takes the default with it
+    if models is not None:
+        tenant.ClearField("models")
+        tenant.models.extend(name for name in models if name != NONE)
+
+
+def _set_limits(tenant: admin_pb2.Tenant, *values: str) -> None:
+    options = ("--requests-per-min", "--tokens-per-min", "--concurrent", "--tokens-per-day")
+    for field, option, value in zip(_LIMITS, options, values, strict=True):
+        if value == NONE:
+            tenant.quota.ClearField(field)  # type: ignore[arg-type]  # one of _LIMITS
+        elif value:
+            if not value.isdecimal() or int(value) >= 1 << 32:
+                raise typer.BadParameter(
+                    f"{value!r} must be a number below 2^32, or {NONE}", param_hint=option
+                )
+            setattr(tenant.quota, field, int(value))
+
+
+def _set_rights(
+    tenant: admin_pb2.Tenant, agents: bool | None, sessions: bool | None, fail_open: bool | None
+) -> None:
+    for field, value in (
+        ("agents", agents),
+        ("sessions", sessions),
+        ("quota_fail_open", fail_open),
+    ):
+        if value is not None:
+            setattr(tenant, field, value)
+
+
+def _rights(tenant: admin_pb2.Tenant) -> list[str]:
+    rights = {
+        "agents": tenant.agents,
+        "sessions": tenant.sessions,
+        "fail-open": tenant.quota_fail_open,
+    }
+    return [name for name, given in rights.items() if given]
+
+
+def _class_name(number: int) -> str:
+    return CLASSES[number - 1] if 1 <= number <= len(CLASSES) else "?"
+
+
+def _limit(quota: admin_pb2.TenantQuota, field: str) -> str:
+    return str(getattr(quota, field)) if quota.HasField(field) else "-"  # type: ignore[arg-type]
+
+
+def _day(key: Any, field: str, unset: str) -> str:
+    if not key.HasField(field):
+        return unset
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(getattr(key, field).seconds)) + " UTC"
+
+
+def _span_s(text: str) -> int:
+    found = _SPAN.fullmatch(text)
+    if found is None:
+        raise typer.BadParameter(
+            f"{text!r} must be a number and s, m, h or d, e.g. 90d", param_hint="--expires"
+        )
+    return int(found[1]) * _SECONDS[found[2]]
+
+
+def _key_path(config: Path | None, name: str) -> Path:
+    return run_paths(config).runtime / f"api-key-{name}"
+
+
+def _write_key(path: Path, key: str) -> None:
+    from sluice.command.first_files import SECRET_MODE
+    from sluice.command.run_files import write_atomically
+
+    write_atomically(path, f"{key}\n", SECRET_MODE)
+
+
+def _own_key_id(config: Path | None) -> str:
+    """The identifier of the key that this command itself uses; empty when there is none."""
+    from sluice.command.first_files import api_key_path
+
+    try:
+        key = api_key_path(run_paths(config).runtime).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+    return _FILE_KEY + hashlib.sha256(key.encode()).hexdigest()[:_FILE_KEY_CHARS]

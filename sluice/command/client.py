@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.rpc import status_pb2
 
 from sluice.command.failures import UnreachableError
@@ -102,6 +102,11 @@ class MeshClient:
                 return next(iter(call), None)
             finally:
                 cast("grpc.Call", call).cancel()
+
+    def admin(self, method: str, request: Message) -> Any:
+        """Calls a unary method of the administration service; needs the admin key."""
+        call = getattr(self._admin, method)
+        return self._call(lambda: call(request, timeout=ADMIN_TIMEOUT_S, metadata=self._metadata))
 
     def _call(self, call: Callable[[], T]) -> T:
         with self._typed_errors():

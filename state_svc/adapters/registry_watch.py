@@ -17,6 +17,7 @@ from typing import Final
 from state_svc.ports import Kind, Record, RegistryStore, Snapshot, StoreUnavailableError
 
 POLL_S: Final = 0.25
+WATCHED: Final = (Kind.TENANTS, Kind.KEYS, Kind.ALIASES, Kind.DRAINS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class RegistryWatch:
         """Keeps it fresh until cancelled."""
         while True:
             self._poke.clear()
-            for kind in Kind:
+            for kind in WATCHED:
                 try:
                     await self._refresh(kind)
                 except StoreUnavailableError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
 from typing import Any, Final
 
 from sluice.common.v1 import policy_pb2
@@ -14,10 +15,18 @@ from sluice.state.v1 import tenants_pb2, tenants_pb2_grpc
 from state_svc.adapters.registry_watch import RegistryWatch
 from state_svc.adapters.store_errors import store_errors
 from state_svc.domain.names import check_model, check_tenant
-from state_svc.ports import Kind, Record, RegistryStore
+from state_svc.ports import (
+    Kind,
+    NameTakenError,
+    ParentMissingError,
+    Record,
+    RegistryStore,
+    VersionConflictError,
+)
 
 NAMES_MAX: Final = 256
 LABEL_CHARS_MAX: Final = 128
+SEEDS_MAX: Final = 4096
 SHA256_BYTES: Final = 32
 _KEY_ID: Final = re.compile(r"[a-z0-9-]{1,64}")
 
@@ -32,7 +41,7 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
         self, request: tenants_pb2.PutTenantRequest, context: Any
     ) -> tenants_pb2.PutTenantResponse:
         """Creates or changes a tenant."""
-        tenant = _checked(request.tenant)
+        tenant = _checked(request.tenant, "tenant")
         expected = request.expected_version if request.HasField("expected_version") else None
         with store_errors():
             version = await self._store.put(
@@ -58,24 +67,50 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
         self, request: tenants_pb2.PutKeyRequest, context: Any
     ) -> tenants_pb2.PutKeyResponse:
         """Adds a key."""
-        key = request.key
-        check_tenant(key.tenant, "key.tenant")
-        if not _KEY_ID.fullmatch(key.key_id):
-            raise invalid("key.key_id", f"must match {_KEY_ID.pattern}")
-        if len(key.sha256) != SHA256_BYTES:
-            raise invalid("key.sha256", f"must be {SHA256_BYTES} bytes")
-        if len(key.label) > LABEL_CHARS_MAX:
-            raise invalid("key.label", f"at most {LABEL_CHARS_MAX} characters")
+        _check_key(request.key, "key")
         with store_errors():
-            await self._store.put(
-                Kind.KEYS,
-                f"{key.tenant}/{key.key_id}",
-                key.SerializeToString(),
-                unique=(f"id:{key.key_id}", f"sha256:{key.sha256.hex()}"),
-                expected=None,
-            )
+            await self._put_key(request.key)
         self._watch.poke()
         return tenants_pb2.PutKeyResponse()
+
+    async def _put_key(self, key: tenants_pb2.TenantKey) -> None:
+        await self._store.put(
+            Kind.KEYS,
+            f"{key.tenant}/{key.key_id}",
+            key.SerializeToString(),
+            unique=(f"id:{key.key_id}", f"sha256:{key.sha256.hex()}"),
+        )
+
+    async def SeedTenants(
+        self, request: tenants_pb2.SeedTenantsRequest, context: Any
+    ) -> tenants_pb2.SeedTenantsResponse:
+        """Creates what was never seeded before. A crash between a record and its mark is harmless:
+        the record is there already the next time."""
+        if len(request.tenants) > SEEDS_MAX or len(request.keys) > SEEDS_MAX:
+            raise invalid("tenants", f"at most {SEEDS_MAX} tenants and as many keys")
+        tenants = [_checked(one, f"tenants[{n}]") for n, one in enumerate(request.tenants)]
+        for number, key in enumerate(request.keys):
+            _check_key(key, f"keys[{number}]")
+        created = 0
+        with store_errors():
+            seeded = (await self._store.read(Kind.SEEDS)).records
+            for tenant in tenants:
+                if (mark := f"tenant/{tenant.name}") in seeded:
+                    continue
+                with suppress(VersionConflictError):  # it was made by other means
+                    value = tenant.SerializeToString()
+                    await self._store.put(Kind.TENANTS, tenant.name, value, expected=0)
+                    created += 1
+                await self._store.put(Kind.SEEDS, mark, b"")
+            for key in request.keys:
+                if (mark := f"key/{key.sha256.hex()}") in seeded:
+                    continue
+                with suppress(NameTakenError, ParentMissingError):
+                    await self._put_key(key)
+                    created += 1
+                await self._store.put(Kind.SEEDS, mark, b"")
+        self._watch.poke()
+        return tenants_pb2.SeedTenantsResponse(created=created)
 
     async def DeleteKey(
         self, request: tenants_pb2.DeleteKeyRequest, context: Any
@@ -116,27 +151,37 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
             )
 
 
-def _checked(given: tenants_pb2.Tenant) -> tenants_pb2.Tenant:
-    check_tenant(given.name, "tenant.name")
+def _check_key(key: tenants_pb2.TenantKey, where: str) -> None:
+    check_tenant(key.tenant, f"{where}.tenant")
+    if not _KEY_ID.fullmatch(key.key_id):
+        raise invalid(f"{where}.key_id", f"must match {_KEY_ID.pattern}")
+    if len(key.sha256) != SHA256_BYTES:
+        raise invalid(f"{where}.sha256", f"must be {SHA256_BYTES} bytes")
+    if len(key.label) > LABEL_CHARS_MAX:
+        raise invalid(f"{where}.label", f"at most {LABEL_CHARS_MAX} characters")
+
+
+def _checked(given: tenants_pb2.Tenant, where: str) -> tenants_pb2.Tenant:
+    check_tenant(given.name, f"{where}.name")
     tenant = tenants_pb2.Tenant()
     tenant.CopyFrom(given)
     tenant.ClearField("version")
     classes = policy_pb2.PriorityClass.values()
     if tenant.ceiling not in classes or not tenant.ceiling:
-        raise invalid("tenant.ceiling", "must be a priority class")
+        raise invalid(f"{where}.ceiling", "must be a priority class")
     if tenant.default_class not in classes:
-        raise invalid("tenant.default_class", "must be a priority class")
+        raise invalid(f"{where}.default_class", "must be a priority class")
     if not tenant.default_class:
         tenant.default_class = max(policy_pb2.PRIORITY_CLASS_STANDARD, tenant.ceiling)
     if tenant.default_class < tenant.ceiling:
-        raise invalid("tenant.default_class", "must not be above the ceiling")
+        raise invalid(f"{where}.default_class", "must not be above the ceiling")
     for field, names in (("models", tenant.models), ("tools", tenant.tools)):
         if len(names) > NAMES_MAX:
-            raise invalid(f"tenant.{field}", f"at most {NAMES_MAX}")
+            raise invalid(f"{where}.{field}", f"at most {NAMES_MAX}")
         for name in names:
-            check_model(name, f"tenant.{field}")
+            check_model(name, f"{where}.{field}")
     if max(tenant.limits.tokens_per_min, tenant.limits.tokens_per_day) > AMOUNT_MAX:
-        raise invalid("tenant.limits", f"at most {AMOUNT_MAX} tokens")
+        raise invalid(f"{where}.limits", f"at most {AMOUNT_MAX} tokens")
     return tenant
 
 

@@ -263,9 +263,26 @@ def test_a_tenant_that_is_added_may_call_until_it_is_removed(mesh: LocalMesh) ->
     added = mesh.run("tenants", "add", "team-a", "--class", "batch")
     assert added.returncode == 0, added.stderr
     assert "team-a" in mesh.run("tenants", "list").stdout
+    again = mesh.run("tenants", "add", "team-a")
+    assert again.returncode != 0
+    assert "Traceback" not in again.stderr
     key = mesh.runtime / "api-key-team-a"
     call = ("generate", "Hello", "--max-tokens", "2", "--key-file", str(key))
     until(lambda: mesh.run(*call).returncode == 0, "the key is known")
+    changed = mesh.run("tenants", "set", "team-a", "--model", "another", "--concurrent", "3")
+    assert changed.returncode == 0, changed.stderr
+    until(lambda: "MODEL_UNKNOWN" in mesh.run(*call).stderr, "the model is refused")
+    assert mesh.run("tenants", "set", "team-a", "--model", "none").returncode == 0
+    second = mesh.run("tenants", "key-add", "team-a", "--label", "next", "--expires", "1h")
+    key_id, secret = second.stdout.split()
+    key.write_text(secret)
+    until(lambda: mesh.run(*call).returncode == 0, "the second key is known")
+    assert "next" in mesh.run("tenants", "keys", "team-a").stdout
+    assert mesh.run("tenants", "key-revoke", key_id).returncode == 0
+    until(lambda: "KEY_UNKNOWN" in mesh.run(*call).stderr, "the key is void")
+    own = mesh.run("tenants", "remove", "dev")
+    assert "key of `sluice` itself" in own.stderr
+    mesh.run("tenants", "key-add", "team-a")
     copy = key.with_name("copy")
     copy.write_text(key.read_text())
     assert mesh.run("tenants", "remove", "team-a").returncode == 0
@@ -274,10 +291,26 @@ def test_a_tenant_that_is_added_may_call_until_it_is_removed(mesh: LocalMesh) ->
     until(lambda: "KEY_UNKNOWN" in mesh.run(*refused).stderr, "the key is refused")
 
 
+def test_an_alias_is_set_taken_back_and_refused_by_field(mesh: LocalMesh) -> None:
+    model = "smollm2-135m-instruct"
+    assert mesh.run("alias", "set", "chat", f"{model}=3").returncode == 0
+    until(
+        lambda: mesh.run("generate", "Hi", "--max-tokens", "2", "--model", "chat").returncode == 0,
+        "the alias is known",
+    )
+    assert f"{model}=3" in mesh.run("alias", "list").stdout
+    wrong = mesh.run("alias", "set", "chat", "no-such-model")
+    assert "targets[0].model" in wrong.stderr
+    assert mesh.run("alias", "set", "chat", model).returncode == 0
+    back = mesh.run("alias", "rollback", "chat")
+    assert f"{model}=3" in back.stdout
+    assert "ALIAS_UNKNOWN" in mesh.run("alias", "rollback", "nothing").stderr
+
+
 def test_every_setting_is_printed_with_its_default_and_range(mesh: LocalMesh) -> None:
     done = mesh.run("config")
     assert done.returncode == 0, done.stderr
-    for section in ("mesh", "local", "envoy", "scheduler", "execution", "inference"):
+    for section in ("mesh", "local", "envoy", "scheduler", "execution", "inference", "state"):
         assert f"[{section}]" in done.stdout
     assert "SLUICE_ENVOY_PORT" in done.stdout
     assert f"port = {mesh.port}  (environment; default 8080; 1 to 65535)" in done.stdout

@@ -32,7 +32,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc.adapters.tenants import TenantsFileError, parse
+from scheduler_svc.adapters.tenants_file import TenantsFileError, parse
 from sluice.command.toml_text import dumps
 from sluice.process import EXIT_CONFIG
 from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
