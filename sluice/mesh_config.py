@@ -86,6 +86,13 @@ class LocalSettings:
         help="What vLLM computes on. auto: gpu with vLLM's GPU build and a GPU.",
     )
     port_offset: int = setting(0, ge=0, le=20_000, help="Added to every port of the file.")
+    schedulers: int = setting(
+        1,
+        ge=1,
+        le=16,
+        unit="processes",
+        help="Schedulers behind Envoy; each further one serves 100 ports above the one before.",
+    )
     store_port: int = setting(
         16_379,
         ge=0,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path, PurePath, PurePosixPath
@@ -22,8 +22,9 @@ from pathlib import Path, PurePath, PurePosixPath
 from sluice import edge
 from sluice.command import toml_text
 from sluice.command.mark import MARK_VARIABLE, mark_of
+from sluice.config import ConfigError
 from sluice.edge_config import EnvoySettings
-from sluice.mesh_config import Address, Device, Engine, Instance, MeshFile
+from sluice.mesh_config import PORT_MAX, Address, Device, Engine, Instance, MeshFile
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -39,6 +40,8 @@ VLLM_MEMORY_BYTES = 3 * GIB
 EXIT_S = 5.0
 ENGINE_EXIT_S = 35.0
 DRAIN_DEFAULT_S = 120.0
+# From the ports of one scheduler to those of the next; the other services lie between.
+SCHEDULER_PORT_STEP = 100
 SCHEDULER_DEFAULT, MESH_DEFAULT = "127.0.0.1:50051", "127.0.0.1:50052"
 EXECUTION_DEFAULT = "127.0.0.1:50061"
 STATE_DEFAULT = "127.0.0.1:50091"
@@ -227,12 +230,15 @@ def build(
     state_drain_s = config.number("state", "drain_grace_s", STATE_DRAIN_DEFAULT_S)
     state = _state(place, state_api, store, state_drain_s, common)
     drain_s = config.number("scheduler", "drain_grace_s", DRAIN_DEFAULT_S)
-    scheduler = _scheduler(
+    first = _scheduler(
         place, scheduler_api, scheduler_mesh, execution_api, state_api, instances, drain_s, common
     )
-    settings = _edge_settings(config, place, scheduler_api)
-    envoy = _envoy(config, settings, place, common)
-    processes = (envoy, scheduler, execution, *inference, state, *((store,) if store else ()))
+    # Containers are replicas of one service.
+    count = config.local.schedulers if place.target is Target.LOCAL else 1
+    schedulers = [first, *(_further(first, number) for number in range(1, count))]
+    settings = _edge_settings(config, place, schedulers)
+    envoy = _envoy(config, settings, place, schedulers, common)
+    processes = (envoy, *schedulers, execution, *inference, state, *((store,) if store else ()))
     return Topology(
         target=place.target,
         engine=engine or instances[0].engine,
@@ -250,7 +256,7 @@ def _service_command(place: Place, package: str) -> tuple[str, ...]:
     return (place.python, "-m", f"{package}.main")
 
 
-def _edge_settings(config: MeshFile, place: Place, scheduler: Address) -> EnvoySettings:
+def _edge_settings(config: MeshFile, place: Place, schedulers: Sequence[Process]) -> EnvoySettings:
     """[envoy] with its ports shifted and the schedulers that the topology knows."""
     target = edge.Target(place.target.value)
     settings = edge.load_settings(config.path, target, config.environ)
@@ -267,11 +273,16 @@ def _edge_settings(config: MeshFile, place: Place, scheduler: Address) -> EnvoyS
     )
     if "SLUICE_ENVOY_SCHEDULERS" in config.environ:
         return settings
-    return replace(settings, schedulers=(str(place.reach("scheduler", scheduler)),))
+    targets = tuple(str(place.reach(one.name, one.probe.address)) for one in schedulers)
+    return replace(settings, schedulers=targets)
 
 
 def _envoy(
-    config: MeshFile, settings: EnvoySettings, place: Place, common: Mapping[str, str]
+    config: MeshFile,
+    settings: EnvoySettings,
+    place: Place,
+    schedulers: Sequence[Process],
+    common: Mapping[str, str],
 ) -> Process:
     admin = Address("127.0.0.1", settings.admin_port)
     ports = [Port("http", Address(settings.host, settings.port)), Port("admin", admin)]
@@ -285,7 +296,7 @@ def _envoy(
         env=common if place.target is Target.COMPOSE else {MARK_VARIABLE: common[MARK_VARIABLE]},
         ports=tuple(ports),
         probe=Probe(admin, http_path="/ready"),
-        depends=("scheduler",),
+        depends=tuple(one.name for one in schedulers),
         drain_s=settings.drain_s + EXIT_S,
         memory_bytes=SERVICE_MEMORY_BYTES,
     )
@@ -329,6 +340,35 @@ def _scheduler(
         drain_s=drain_s + EXIT_S,
         memory_bytes=SERVICE_MEMORY_BYTES,
     )
+
+
+def _further(first: Process, number: int) -> Process:
+    """The scheduler of that number, 1 or more: like the first, with ports and a name of its own."""
+    ports = tuple(
+        Port(port.name, Address(port.address.host, _stepped(port, number))) for port in first.ports
+    )
+    api, mesh = (port.address for port in ports)
+    return replace(
+        first,
+        name=f"{first.name}-{number}",
+        env={
+            **first.env,
+            "SLUICE_SCHEDULER_NAME": f"scheduler-{number}",
+            "SLUICE_SCHEDULER_BIND": str(api),
+            "SLUICE_SCHEDULER_MESH_BIND": str(mesh),
+        },
+        ports=ports,
+        probe=Probe(api),
+    )
+
+
+def _stepped(port: Port, number: int) -> int:
+    moved = port.address.port + number * SCHEDULER_PORT_STEP
+    if moved > PORT_MAX:
+        raise ConfigError(
+            "local.schedulers", f"the {port.name} port of scheduler-{number} would be {moved}"
+        )
+    return moved
 
 
 def _execution(place: Place, api: Address, drain_s: float, common: Mapping[str, str]) -> Process:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sluice.command.topology import Kind, Target, Topology, build, compose_place, local_place
+from sluice.config import ConfigError
 from sluice.mesh_config import Device, Engine, read
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -82,6 +83,25 @@ def test_no_store_is_started_where_another_is_named(variable: str, value: str) -
     assert Kind.STORE not in {one.kind for one in topology.processes}
     # Its own configuration and environment say which.
     assert "SLUICE_STATE_DURABLE_URL" not in topology.process("state").env
+
+
+def test_several_schedulers_differ_in_name_and_ports_only_and_the_edge_knows_all() -> None:
+    topology = local(SLUICE_LOCAL_SCHEDULERS="3")
+    found = [one for one in topology.processes if one.kind is Kind.SCHEDULER]
+    assert [one.name for one in found] == ["scheduler", "scheduler-1", "scheduler-2"]
+    ports = [port.address.port for one in topology.processes for port in one.ports]
+    assert len(set(ports)) == len(ports)
+    assert topology.envoy.schedulers == tuple(str(one.probe.address) for one in found)
+    assert set(topology.process("envoy").depends) >= {one.name for one in found}
+    own = {"SLUICE_SCHEDULER_NAME", "SLUICE_SCHEDULER_BIND", "SLUICE_SCHEDULER_MESH_BIND"}
+    shared = [{key: one.env[key] for key in one.env.keys() - own} for one in found]
+    assert shared[0] == shared[1] == shared[2]
+    assert topology.fingerprint != local().fingerprint
+
+
+def test_schedulers_whose_ports_do_not_exist_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"local\.schedulers"):
+        local(SLUICE_LOCAL_SCHEDULERS="16", SLUICE_SCHEDULER_BIND="127.0.0.1:64500")
 
 
 def test_every_process_of_this_machine_is_marked_and_none_elsewhere() -> None:
