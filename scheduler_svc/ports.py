@@ -10,6 +10,7 @@ are reused; a free row has ``usable`` false for every model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -90,3 +91,7 @@ class PlacementPolicy(Protocol):
 
     def pick(self, scores: Column, candidates: Mask) -> int:
         """A row among ``candidates`` (at least one is true)."""
+
+    def parts(self, fleet: FleetColumns, need: Need, row: int) -> Mapping[str, float]:
+        """What the score of a row is made of, for people: names and seconds whose sum it is. Called
+        for few rows, and only for decisions that are kept. May be empty."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sluice.errors import Code, SluiceError
+
+if TYPE_CHECKING:
+    from scheduler_svc.domain.decision import Trail
 
 TicketId = NewType("TicketId", int)
 InstanceName = NewType("InstanceName", str)
@@ -139,7 +142,8 @@ class Ticket:
     ``first_token_limit_s`` are absolute. ``attempts`` counts charged attempts: those that an
     instance failed; ``attempt`` numbers every dispatch and only grows. ``prefix`` is ``None`` when
     nobody looks at prefixes. ``continuable``: whether an output that was begun may be continued by
-    another attempt. Fields below it belong to the scheduler.
+    another attempt. ``sampled``: its decision record is kept however it ends. Fields below it
+    belong to the scheduler.
 
     ``fingerprint``: of the model that began the output; only instances with the same one may go on
     with it. ``None``: nothing was begun. ``resumed_tokens``: output tokens that earlier attempts
@@ -164,6 +168,8 @@ class Ticket:
     attempts: int = 0
     prefix: Prefix | None = None
     continuable: bool = False
+    sampled: bool = False
+    trail: Trail | None = field(default=None, init=False)
     fingerprint: str | None = field(default=None, init=False)
     resumed_tokens: int = field(default=0, init=False)
     migrations: int = field(default=0, init=False)

@@ -64,6 +64,13 @@ class LeastWork:
         self._next = row + 1
         return row
 
+    def parts(self, fleet: FleetColumns, need: Need, row: int) -> Mapping[str, float]:
+        return {
+            "prompt": float(fleet.prompt_s_per_token[row]) * need.prompt_tokens,
+            "backlog": float(fleet.backlog_s[row]),
+            "output": float(fleet.output_s_per_token[row]) * need.output_tokens,
+        }
+
 
 class RoundRobin(LeastWork):
     """The next instance with room after the last pick, whatever it has to do.
@@ -73,6 +80,9 @@ class RoundRobin(LeastWork):
 
     def score(self, fleet: FleetColumns, need: Need) -> Column:
         return np.zeros_like(fleet.backlog_s)
+
+    def parts(self, fleet: FleetColumns, need: Need, row: int) -> Mapping[str, float]:
+        return {}
 
 
 class PrefixAffinity(LeastWork):
@@ -94,6 +104,13 @@ class PrefixAffinity(LeastWork):
         if need.cached_tokens is not None:
             work -= need.cached_tokens * (self.GAP_S / float(need.cached_tokens.max()))
         return work
+
+    def parts(self, fleet: FleetColumns, need: Need, row: int) -> Mapping[str, float]:
+        parts = dict(super().parts(fleet, need, row))
+        if need.cached_tokens is not None:
+            longest = float(need.cached_tokens.max())
+            parts["cached"] = -self.GAP_S * float(need.cached_tokens[row]) / longest
+        return parts
 
 
 class Weighted(LeastWork):
@@ -123,6 +140,15 @@ class Weighted(LeastWork):
         held = np.minimum(fleet.kv_load, self.KV_LOAD_MAX)
         cost += self.KV_S * held / (1.0 - held)
         return cost
+
+    def parts(self, fleet: FleetColumns, need: Need, row: int) -> Mapping[str, float]:
+        parts = dict(super().parts(fleet, need, row))
+        if need.cached_tokens is not None:
+            saved = float(fleet.prompt_s_per_token[row]) * float(need.cached_tokens[row])
+            parts["cached"] = -saved * self.REUSE
+        held = min(float(fleet.kv_load[row]), self.KV_LOAD_MAX)
+        parts["memory"] = self.KV_S * held / (1.0 - held)
+        return parts
 
 
 POLICIES: Final[Mapping[str, Callable[[int], PlacementPolicy]]] = {

@@ -26,6 +26,7 @@ from scheduler_svc.domain.breaker import (
     verdict_of_end,
     verdict_of_failure,
 )
+from scheduler_svc.domain.decision import Closed, Placement, Trail, removed_by
 from scheduler_svc.domain.engine_time import EngineTime
 from scheduler_svc.domain.estimate import Estimates
 from scheduler_svc.domain.fleet import Fleet, Instance
@@ -81,6 +82,7 @@ class Scheduler:
         self._fleet = Fleet(limits, self._ledger)
         self._estimates = Estimates(limits)
         self._pace = FirstTokenPace(limits.breaker, limits.models_max)
+        self._closed = Closed(self._fleet, limits)
         self._timers: LazyHeap[Ticket] = LazyHeap()
         self._admission = Admission(limits, self._queue, self._ledger, self._fleet, self._estimates)
         self._draining = False
@@ -102,6 +104,8 @@ class Scheduler:
             refusal = self._admission.refusal(ticket, now)
         if refusal is not None:
             self._submitted += 1
+            ticket.trail = Trail(ticket.sampled)
+            self._note_refusal(ticket, now)
             self._finish(ticket, refusal.outcome)
         return refusal
 
@@ -113,6 +117,7 @@ class Scheduler:
         if refusal is None:
             self._submitted += 1
             self._tickets[ticket.id] = ticket
+            ticket.trail = Trail(ticket.sampled, round(self._queue.ahead_of(ticket)))
             self._enqueue(ticket, now)
         return refusal
 
@@ -188,6 +193,7 @@ class Scheduler:
             return
         self._judge(ticket, Verdict.NEUTRAL, now)
         instance = self._free(ticket, now)
+        _note_end(ticket, "rejected", kind.value)
         if kind is RejectKind.EXPIRED:
             ticket.deadline_s = min(ticket.deadline_s, now)
         elif kind is RejectKind.LAPSED or instance.removed:
@@ -243,6 +249,7 @@ class Scheduler:
         if ticket.state is TicketState.ABORTING:
             self._finish(ticket, ticket.abort_outcome or Outcome.CANCELLED)
             return "ended"
+        _note_end(ticket, "lost", kind.value)
         ticket.attempts += 1
         if delivered or ticket.attempts >= self._limits.attempts_max:
             self._finish(ticket, Outcome.INSTANCE_FAILED)
@@ -430,6 +437,7 @@ class Scheduler:
             error = self._admission.too_late(ticket, now)
             if ticket.state is TicketState.WAITING:
                 self._queue.leave(ticket, served=False)
+                self._note_refusal(ticket, now)
             effects.append(Refuse(ticket, error.outcome, error))
             self._finish(ticket, error.outcome)
         for line in self._queue.lines():
@@ -440,6 +448,7 @@ class Scheduler:
         for ticket in sorted(self._queue.tickets(line), key=lambda t: t.id):
             error = self._admission.no_instance(ticket, now)
             self._queue.leave(ticket, served=False)
+            self._note_refusal(ticket, now)
             effects.append(Refuse(ticket, error.outcome, error))
             self._finish(ticket, error.outcome)
 
@@ -457,6 +466,8 @@ class Scheduler:
                 if row is None:
                     scan.set_aside(ticket)
                 else:
+                    if ticket.trail is not None:
+                        ticket.trail.placed(scan.placement(ticket, row, self._closed))
                     dispatches.append(self._dispatch(ticket, row, now, scan.cached_tokens))
                     scan.took(row)
             for ticket in scan.aside:
@@ -555,6 +566,17 @@ class Scheduler:
         self._fleet.freed(instance)
         return instance
 
+    def _note_refusal(self, ticket: Ticket, now: float) -> None:
+        """It waits no more: notes what stood in its way."""
+        usable = self._fleet.usable(ticket.line)
+        sequence = usable & self._fleet.with_sequence(ticket.kind)
+        closed = self._closed.counts(ticket.line, now)
+        removed = removed_by(closed, (("usable", usable), ("no_room", sequence)))
+        assert ticket.trail is not None
+        ticket.trail.placed(
+            Placement("", now, removed=removed, base_tokens=ticket.resumed_tokens, end="refused")
+        )
+
     def _forget_prefixes(self, instance: Instance) -> None:
         if self._prefixes is not None:
             self._prefixes.forget(instance.row)
@@ -588,3 +610,8 @@ class Scheduler:
         if ticket.deadline_s <= now or ticket.first_token:
             return refusals.deadline_exceeded()
         return refusals.first_token_timeout()
+
+
+def _note_end(ticket: Ticket, end: str, cause: str) -> None:
+    if ticket.trail is not None:
+        ticket.trail.ended(end, cause)

@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from scheduler_svc.domain.decision import Closed, Placement, best_of, removed_by
 from scheduler_svc.domain.fleet import Fleet
 from scheduler_svc.domain.limits import SchedulerLimits
 from scheduler_svc.domain.model import Dispatch, InstanceName, Line, PriorityClass, Ticket
@@ -32,8 +33,8 @@ class Scan:
     """Lives for one line and one turn. ``aside`` must be restored when it is over."""
 
     __slots__ = (
-        *("_aside", "_fleet", "_holds", "_limits", "_line", "_now", "_open", "_placement"),
-        *("_prefixes", "_usable", "cached_tokens", "holds_until_s", "tried"),
+        *("_aside", "_fleet", "_found", "_holds", "_limits", "_line", "_now", "_open"),
+        *("_placement", "_prefixes", "_usable", "cached_tokens", "holds_until_s", "tried"),
     )
 
     def __init__(
@@ -57,6 +58,7 @@ class Scan:
         self._usable = fleet.usable(line)
         self._open: Mask = self._usable & fleet.with_sequence(line[1])
         self._aside: list[tuple[Ticket, Mask]] = []
+        self._found: tuple[Need, Mask, Mask, Mask, Column] | None = None
         self.tried: Counter[PriorityClass] = Counter()
 
     @property
@@ -73,7 +75,8 @@ class Scan:
         if self._is_held(ticket):
             return None
         need = need_of(ticket, self._cached(ticket))
-        eligible = self._placement.filter(self._fleet, need, self._allowed(ticket))
+        allowed = self._allowed(ticket)
+        eligible = self._placement.filter(self._fleet, need, allowed)
         to_read: int | Column = need.prompt_tokens
         if need.cached_tokens is not None:
             to_read = need.prompt_tokens - need.cached_tokens
@@ -98,7 +101,38 @@ class Scan:
             return None
         row = self._placement.pick(scores, room)
         self.cached_tokens = 0 if need.cached_tokens is None else int(need.cached_tokens[row])
+        self._found = (need, allowed, eligible, room, scores)
         return row
+
+    def placement(self, ticket: Ticket, row: int, closed: Closed) -> Placement:
+        """The decision that ``find`` has just made, before it is carried out: in full where the
+        ticket's trail wants it."""
+        assert self._found is not None and ticket.trail is not None
+        need, allowed, eligible, room, scores = self._found
+        made = Placement(
+            self._fleet.at(row).name,
+            self._now,
+            float(scores[row]),
+            int(np.count_nonzero(room)),
+            base_tokens=ticket.resumed_tokens,
+        )
+        if ticket.trail.wants_all:
+            to_read: int | Column = need.prompt_tokens
+            if need.cached_tokens is not None:
+                to_read = need.prompt_tokens - need.cached_tokens
+            sequence = eligible & self._open
+            memory = sequence & self._fleet.with_memory(ticket.kind, to_read, need.kv_tokens)
+            steps = (
+                ("usable", self._usable),
+                ("excluded", allowed),
+                ("policy", eligible),
+                ("no_room", sequence),
+                ("no_memory", memory),
+                ("kept_for_others", room),
+            )
+            made.removed = removed_by(closed.counts(self._line, self._now), steps)
+            made.best = best_of(self._fleet, self._placement, need, scores, room)
+        return made
 
     def set_aside(self, ticket: Ticket) -> None:
         """It fits nowhere, or is held for one row: later tickets are tried."""
