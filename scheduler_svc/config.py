@@ -113,6 +113,21 @@ class SchedulerConfig:
     breaker_successes: int = setting(
         2, ge=1, le=100, help="First tokens of such requests that close the breaker."
     )
+    decision_sample_ratio: float = setting(
+        0.01,
+        ge=0.0,
+        le=1.0,
+        help="Share of ordinary requests whose decision record is kept; others always are.",
+    )
+    decision_slow_share: float = setting(
+        0.25,
+        ge=0.0,
+        le=1.0,
+        help="A request is slow, and its record kept, beyond this share of its first-token limit.",
+    )
+    decision_ring_mib: int = setting(
+        16, unit="MiB", ge=1, le=4096, help="Decision records kept in this process."
+    )
     drain_grace_s: float = setting(
         120.0, unit="s", ge=0.0, le=3600.0, help="Longest wait for open requests at shutdown."
     )

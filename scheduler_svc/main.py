@@ -12,6 +12,9 @@ from typing import Final
 from scheduler_svc.adapters.admin_api import AdminApi
 from scheduler_svc.adapters.alias_table import AliasTable
 from scheduler_svc.adapters.catalog import Catalog
+from scheduler_svc.adapters.decision_log import DecisionLog
+from scheduler_svc.adapters.decision_records import Recorder
+from scheduler_svc.adapters.decisions import Decisions
 from scheduler_svc.adapters.execution_link import ExecuteConnection, ExecutionLink, choose_link
 from scheduler_svc.adapters.fleet_watch import FleetWatch
 from scheduler_svc.adapters.gate import Gate
@@ -57,6 +60,7 @@ MESH_SERVICE: Final = mesh_pb2.DESCRIPTOR.services_by_name["SchedulerMeshService
 DRAIN_POLL_S: Final = 0.02
 QUOTA_DRAIN_S: Final = 1.0
 USAGE_DRAIN_S: Final = 3.0
+DECISIONS_DRAIN_S: Final = 1.0
 
 
 class Parts:
@@ -70,6 +74,7 @@ class Parts:
         self.state_channel = open_channel(config.state) if config.state else None
         life = f"{config.name}:{time.time_ns()}"
         self.usage = UsageLog.over(self.state_channel, life)
+        self.decisions = DecisionLog.over(self.state_channel, config.decision_ring_mib << 20)
         self.quota: QuotaClient | None = None
         if self.state_channel is not None:
             transport = GrpcQuotaTransport(self.state_channel)
@@ -101,6 +106,11 @@ class Parts:
             self._embed_stub,
             self.usage,
             _prices(config),
+            Decisions(
+                Recorder(config.name, config.decision_slow_share),
+                self.decisions,
+                config.decision_sample_ratio,
+            ),
         )
         self.admin = AdminApi(  # type: ignore[abstract]
             config.name,
@@ -148,6 +158,7 @@ class Parts:
             if self.quota is not None:
                 group.create_task(self.quota.run())
                 group.create_task(self.usage.run())
+                group.create_task(self.decisions.run())
             for link in self.gate.links:
                 group.create_task(link.run())
 
@@ -175,6 +186,7 @@ class Parts:
         if self.quota is not None and self.state_channel is not None:
             await self.quota.drain(QUOTA_DRAIN_S)
             await self.usage.drain(USAGE_DRAIN_S)
+            await self.decisions.drain(DECISIONS_DRAIN_S)
             await self.state_channel.close()
 
 

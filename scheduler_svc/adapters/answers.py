@@ -53,7 +53,7 @@ def finished(live: LiveRequest, now: float, cost: float = 0.0) -> generate_pb2.G
         finished=generate_pb2.GenerateFinished(
             outputs=_finishes(live),
             usage=live.ended.usage,
-            timings=_timings(live, now),
+            timings=timings(live, now),
             cost=cost,
             instance=live.instance,
             attempts=live.attempt,
@@ -81,7 +81,7 @@ def whole_answer(live: LiveRequest, now: float, cost: float) -> generate_pb2.Gen
         text=outputs[0].text if outputs else "",
         outputs=outputs,
         usage=live.ended.usage,
-        timings=_timings(live, now),
+        timings=timings(live, now),
         cost=cost,
         model=live.ticket.model,
         instance=live.instance,
@@ -104,18 +104,19 @@ def _finishes(live: LiveRequest) -> list[generate_pb2.OutputFinish]:
     return finishes
 
 
-def _timings(live: LiveRequest, now: float) -> result_pb2.Timings:
-    timings = result_pb2.Timings()
+def timings(live: LiveRequest, now: float) -> result_pb2.Timings:
+    """Where the time of a request went so far."""
+    times = result_pb2.Timings()
     arrival = live.ticket.arrival_s
-    _span(timings.queue, arrival, live.dispatch_s)
-    _span(timings.total, arrival, now)
+    _span(times.queue, arrival, live.dispatch_s)
+    _span(times.total, arrival, now)
     if live.first_token_s:
-        _span(timings.first_token, arrival, live.first_token_s)
+        _span(times.first_token, arrival, live.first_token_s)
         gaps = max(output.tokens for output in live.outputs) - 1
         if gaps > 0:
             decode_s = live.last_token_s - live.first_token_s
-            set_duration(timings.per_output_token, decode_s / gaps)
-    return timings
+            set_duration(times.per_output_token, decode_s / gaps)
+    return times
 
 
 def _span(duration: duration_pb2.Duration, begin_s: float, end_s: float) -> None:

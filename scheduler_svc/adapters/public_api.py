@@ -25,6 +25,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from scheduler_svc.adapters import translate
 from scheduler_svc.adapters.answers import deltas_due, finished, started, whole_answer
 from scheduler_svc.adapters.catalog import Catalog
+from scheduler_svc.adapters.decisions import Decisions
 from scheduler_svc.adapters.gate import Gate
 from scheduler_svc.adapters.live_request import LiveRequest
 from scheduler_svc.adapters.metrics import SchedulerMetrics
@@ -46,6 +47,7 @@ from scheduler_svc.domain.prices import Prices
 from sluice import context, logs
 from sluice.errors import Code, SluiceError, invalid, unavailable
 from sluice.execution.v1 import execution_pb2, execution_pb2_grpc
+from sluice.ids import is_request_id
 from sluice.inference.v1 import inference_pb2
 from sluice.scheduler.v1 import generate_pb2, records_pb2, scheduler_pb2_grpc
 from sluice.status import from_rpc_error
@@ -111,6 +113,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         embed_stub: Callable[[InstanceName], EmbedStub | None],
         usage: UsageLog,
         prices: Prices,
+        decisions: Decisions,
     ) -> None:
         self._gate = gate
         self._catalog = catalog
@@ -120,6 +123,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._embed_stub = embed_stub
         self._usage = usage
         self._prices = prices
+        self._decisions = decisions
         self._ids = itertools.count(1)
         self._loop = asyncio.get_running_loop()
 
@@ -208,6 +212,16 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         records = await self._usage.query(tenant.name, begin_s, end_s)
         return records_pb2.GetUsageResponse(records=records)
 
+    async def GetDecision(
+        self, request: records_pb2.GetDecisionRequest, context: Context
+    ) -> records_pb2.GetDecisionResponse:
+        """See scheduler.proto. One that has just ended on another scheduler may be missing."""
+        tenant = self._tenants.tenant(_header(context, "authorization"))
+        if not is_request_id(request.request_id):
+            raise invalid("request_id", "must be 1 to 128 visible ASCII characters")
+        decision = await self._decisions.log.get(tenant.name, request.request_id)
+        return records_pb2.GetDecisionResponse(decision=decision)
+
     # Admission.
 
     def _caller(
@@ -223,7 +237,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> tuple[LiveRequest, str]:
         """Checks a request and makes its live form; raises a typed refusal. Cheapest check first,
         and nothing is copied or hashed for a request before all of them: a refusal costs little."""
-        ticket: Ticket | None = None
+        caller, ticket = None, None
         try:
             caller = self._caller(request, context)
             source = translate.check_input(request)
@@ -245,7 +259,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
                 ticket.first_token_limit_s = ticket.arrival_s + asked_s
             self._gate.check(ticket)
         except SluiceError as refusal:
-            self._metrics.refused(outcome_of(refusal), refusal, ticket)
+            self._refused(caller, ticket, refusal)
             raise
         live = LiveRequest(
             ticket,
@@ -261,7 +275,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         return live, source.field
 
     def _embedding(self, request: generate_pb2.EmbedRequest, context: Context) -> LiveRequest:
-        ticket: Ticket | None = None
+        caller, ticket = None, None
         try:
             caller = self._caller(request, context)
             size_bytes = translate.check_embed(request)
@@ -271,7 +285,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             ticket.prompt_tokens = self._gate.domain.expected_prompt_tokens(model, size_bytes)
             self._gate.check(ticket)
         except SluiceError as refusal:
-            self._metrics.refused(outcome_of(refusal), refusal, ticket)
+            self._refused(caller, ticket, refusal)
             raise
         work = inference_pb2.Work(request_id=caller.request_id, model=model)
         return LiveRequest(ticket, work, self._gate.flush, loop=self._loop, unary=True)
@@ -302,7 +316,19 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             output_tokens=0,
             size_bytes=size_bytes,
             kind=kind,
+            sampled=self._decisions.sample(),
         )
+
+    def _refused(self, caller: Caller | None, ticket: Ticket | None, refusal: SluiceError) -> None:
+        """Counts and records a refusal; ``caller`` and ``ticket``: if it came so far."""
+        outcome = outcome_of(refusal)
+        self._metrics.refused(outcome, refusal, ticket)
+        if ticket is not None:
+            self._decisions.refused(ticket, outcome, refusal, self._loop.time())
+        elif caller is not None:
+            self._decisions.wrong(
+                caller.tenant.name, caller.request_id, caller.priority_class, outcome, refusal
+            )
 
     async def _reserve(self, live: LiveRequest) -> None:
         """Holds the tenant to its quotas, before anything is queued. It waits only where the state
@@ -316,6 +342,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             by_quota = refusal.reason.startswith("QUOTA_")
             outcome = Outcome.QUOTA_EXCEEDED if by_quota else outcome_of(refusal)
             self._metrics.refused(outcome, refusal, ticket)
+            self._decisions.refused(ticket, outcome, refusal, self._loop.time())
             self._usage.ended(ticket, outcome, NOTHING_USED)
             raise
         except asyncio.CancelledError:
@@ -374,6 +401,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         cost = self._prices.cost(ticket.model, used.prompt_tokens, used.output_tokens)
         engine_s = self._gate.domain.engine_seconds(ticket, now)
         self._usage.ended(ticket, outcome, used, cost, engine_s)
+        self._decisions.ended(live, outcome, used, cost, now)
 
     async def _embed(
         self, live: LiveRequest, request: generate_pb2.EmbedRequest

@@ -22,6 +22,7 @@ import typer
 
 from sluice import __version__
 from sluice.command.cli_calls import calls
+from sluice.command.cli_explain import add_explain
 from sluice.command.cli_fleet import add_fleet
 from sluice.command.cli_grant import add_grant
 from sluice.command.cli_show import show
@@ -62,6 +63,7 @@ app.add_typer(compose_app, name="compose")
 app.add_typer(tenants_app, name="tenants")
 calls(app)
 add_fleet(app)
+add_explain(app)
 add_grant(app)
 show(app)
 add_simulate(app)

@@ -21,6 +21,7 @@ from sluice.scheduler.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     generate_pb2,
+    records_pb2,
     scheduler_pb2_grpc,
 )
 from sluice.status import DETAILS_KEY, foreign, from_status
@@ -91,6 +92,15 @@ class MeshClient:
                 generate_pb2.ListModelsRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata
             )
         )
+
+    def decision(self, request_id: str) -> records_pb2.DecisionRecord:
+        """Why a request of the key's tenant waited, landed where it did, or was refused."""
+        request = records_pb2.GetDecisionRequest(request_id=request_id)
+        return self._call(
+            lambda: self._scheduler.GetDecision(
+                request, timeout=CALL_TIMEOUT_S, metadata=self._metadata
+            )
+        ).decision
 
     def status(self) -> admin_pb2.WatchStatusResponse | None:
         """One report of the scheduler; needs the admin key. None when it sends none."""

@@ -27,7 +27,6 @@ from sluice.scheduler.v1 import (
     admin_pb2_grpc,
     data_pb2,
     generate_pb2,
-    records_pb2,
     runs_pb2,
 )
 from sluice.status import from_rpc_error
@@ -252,9 +251,9 @@ async def test_a_tenants_key_is_no_admin_key(client: MeshClient, shared_mesh: Me
     assert from_rpc_error(caught.value).reason == "ADMIN_ONLY"
 
 
-@pytest.mark.parametrize("method", ["RunAgent", "GetDecision", "CreateSession", "PutDocument"])
+@pytest.mark.parametrize("method", ["RunAgent", "CreateSession", "PutDocument"])
 async def test_what_comes_later_says_so(client: MeshClient, method: str) -> None:
-    kinds = vars(runs_pb2) | vars(records_pb2) | vars(data_pb2)
+    kinds = vars(runs_pb2) | vars(data_pb2)
     call = getattr(client.stub, method)(kinds[f"{method}Request"](), metadata=client.mesh.metadata)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await (call.read() if method == "RunAgent" else call)

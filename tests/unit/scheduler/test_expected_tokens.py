@@ -11,6 +11,9 @@ from typing import Any, cast
 
 import pytest
 
+from scheduler_svc.adapters.decision_log import DecisionLog
+from scheduler_svc.adapters.decision_records import Recorder
+from scheduler_svc.adapters.decisions import Decisions
 from scheduler_svc.adapters.public_api import PublicApi
 from scheduler_svc.adapters.usage_log import UsageLog
 from scheduler_svc.config import SchedulerConfig, class_times
@@ -42,6 +45,7 @@ async def ticket_of(request: generate_pb2.GenerateRequest) -> Ticket:
         lambda instance: None,
         UsageLog("test", None),
         Prices(),
+        Decisions(Recorder("test", 1.0), DecisionLog(1 << 20), 0.0),
     )
     live, _ = api._generation(request, cast("Any", CONTEXT), whole=False)
     return live.ticket

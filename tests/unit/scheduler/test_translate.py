@@ -8,7 +8,7 @@ import pytest
 
 from inference_svc.adapters import convert
 from scheduler_svc.adapters import translate
-from sluice.common.v1 import sampling_pb2
+from sluice.common.v1 import input_pb2, sampling_pb2
 from sluice.errors import Code, SluiceError
 from sluice.scheduler.v1 import generate_pb2
 
@@ -71,7 +71,11 @@ def test_every_sampling_field_with_a_range_has_a_wrong_value_above() -> None:
         (Sampling(), 1, translate.DEFAULT_MAX_TOKENS),
         (Sampling(n=8, max_tokens=1, temperature=0.0), 8, 1),
         (Sampling(min_tokens=translate.DEFAULT_MAX_TOKENS + 1), 1, 513),
-        (Sampling(structured_output={"json_object": True}), 1, translate.DEFAULT_MAX_TOKENS),
+        (
+            Sampling(structured_output=sampling_pb2.StructuredOutput(json_object=True)),
+            1,
+            translate.DEFAULT_MAX_TOKENS,
+        ),
     ],
 )
 def test_what_is_not_said_has_its_default(
@@ -95,7 +99,7 @@ def test_an_input_is_measured_without_a_copy(
 
 
 def test_a_work_has_the_defaults_filled_in_and_the_tenant_in_its_salt() -> None:
-    request = Request(messages=[{"role": "user", "content": "x"}], cache_salt="s")
+    request = Request(messages=[input_pb2.ChatMessage(role="user", content="x")], cache_salt="s")
     source = translate.check_input(request)
     assert source.size_bytes == request.messages[0].ByteSize()
     work = translate.work_for(request, "dev", "r", "m", source, translate.Output(2, 9))
@@ -111,7 +115,7 @@ def test_a_work_has_the_defaults_filled_in_and_the_tenant_in_its_salt() -> None:
     [
         (Request(), "messages"),
         (Request(prompt="x", text="y"), "prompt"),
-        (Request(prompt="x", tools=[{"name": "t"}]), "tools"),
+        (Request(prompt="x", tools=[input_pb2.Tool(name="t")]), "tools"),
         (Request(prompt="x", cache_salt="s" * 129), "cache_salt"),
         (Request(text="x" * (translate.PROMPT_BYTES_MAX + 1)), "text"),
         (Request(token_ids=[0] * (translate.TOKEN_IDS_MAX + 1)), "token_ids"),
