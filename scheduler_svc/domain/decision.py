@@ -17,6 +17,7 @@ from typing import Final
 
 import numpy as np
 
+from scheduler_svc.domain.breaker import BreakerState
 from scheduler_svc.domain.fleet import Fleet, Instance
 from scheduler_svc.domain.limits import SchedulerLimits
 from scheduler_svc.domain.model import InstanceName, Line, WorkKind
@@ -130,7 +131,7 @@ def closed_by(instance: Instance, line: Line, stale_open: bool) -> str:
         return "health"
     if instance.draining:
         return "drain"
-    if instance.barred:
+    if instance.barred or instance.breaker.state is BreakerState.OPEN:
         return "breaker"
     if instance.gpu_fault:
         return "gpu_fault"
