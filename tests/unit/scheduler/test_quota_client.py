@@ -297,3 +297,49 @@ def test_a_scheduler_that_ends_in_order_leaves_nothing_behind(run_virtual: Run) 
             assert (use.requests, use.slots) == (200, 0)
 
     run_virtual(scenario())
+
+
+def test_a_slot_given_back_through_another_scheduler_is_waited_for_once(run_virtual: Run) -> None:
+    """One after the other is never two at once, although another scheduler's word about the first
+    one's end may come after the second. Mutant: the first no for a slot is final."""
+
+    async def scenario() -> None:
+        wire = Wire()
+        limits = Limits(concurrent_requests=1)
+        async with (
+            client(wire, limits, name="a:1") as one,
+            client(wire, limits, name="b:1") as other,
+        ):
+            made = await one.reserve(T, 1)
+            asked = asyncio.create_task(other.reserve(T, 1))
+            await asyncio.sleep(0.02)
+            one.settle(made, 1)
+            second = await asked
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(SluiceError) as refused:
+                await one.reserve(T, 1)
+            waited_s = asyncio.get_running_loop().time() - began
+            assert refused.value.reason == "QUOTA_EXCEEDED"
+            assert 0.1 <= waited_s < 0.2
+            other.settle(second, 1)
+
+    run_virtual(scenario())
+
+
+def test_a_slot_is_told_to_be_free_at_once_where_slots_are_scarce(run_virtual: Run) -> None:
+    """Else with the other settlements, to save exchanges. Mutant: it waits with them."""
+
+    async def scenario() -> None:
+        wire = Wire()
+        for limit, slots in ((2, 0), (100, 1)):
+            limits = Limits(concurrent_requests=limit)
+            async with client(wire, limits, name=f"a:{limit}") as quota:
+                made = await quota.reserve(T, 1)
+                await asyncio.sleep(0.2)
+                quota.settle(made, 1)
+                await asyncio.sleep(0.01)
+                assert (await wire.use()).slots == slots
+                await asyncio.sleep(1.0)
+                assert (await wire.use()).slots == 0
+
+    run_virtual(scenario())
