@@ -104,6 +104,12 @@ buf: $(BASE) $(DEV) protos ## Check the protos: lint, and compatibility with the
 test: env protos $(ENGINE_MODEL) ## Run every test (ENGINE=simulated: without those that need vLLM)
 	@$(PYTHON) -m pytest $(if $(filter simulated,$(ENGINE)),-m "not vllm") $(TEST_ARGS)
 
+SEEDS ?= 200
+
+.PHONY: simulate-faults
+simulate-faults: $(BASE) $(DEV) protos ## Run the mesh in one process under random faults, in virtual time (SEEDS=200)
+	@$(PYTHON) -m tests.simulation 0-$$(( $(SEEDS) - 1 ))
+
 ##@ Measure
 
 .PHONY: bench-mesh

@@ -45,7 +45,7 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         self._instances = instances
         self._telemetry = telemetry
         self._counts = counts
-        self._streams: set[SchedulerStream] = set()
+        self._streams: dict[SchedulerStream, None] = {}  # in order of coming
         self._open_calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -86,12 +86,12 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
         stream = SchedulerStream(
             server_connection(context), self._instances, self._telemetry, self._counts
         )
-        self._streams.add(stream)
+        self._streams[stream] = None
         try:
             with self._working():
                 await stream.run()
         finally:
-            self._streams.discard(stream)
+            self._streams.pop(stream, None)
 
     async def ExecuteEmbed(
         self,

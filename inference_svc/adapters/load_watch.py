@@ -40,7 +40,7 @@ class LoadWatch:
         self._gpus = gpus
         self._frame_streams = frame_streams
         self._stopped = False
-        self._wakes: set[asyncio.Event] = set()
+        self._wakes: dict[asyncio.Event, None] = {}  # in order of coming
         host.watch(self._wake)
 
     def stop(self) -> None:
@@ -59,7 +59,7 @@ class LoadWatch:
         if len(self._wakes) >= WATCHERS_MAX:
             raise exhausted("TOO_MANY_WATCHERS", "This instance is watched by too many.", 1.0)
         wake = asyncio.Event()
-        self._wakes.add(wake)
+        self._wakes[wake] = None
         sequence = 0
         try:
             while not self._stopped:
@@ -73,7 +73,7 @@ class LoadWatch:
                     continue
             raise _stopping()
         finally:
-            self._wakes.discard(wake)
+            self._wakes.pop(wake, None)
 
     def report(self, sequence: int) -> inference_pb2.WatchLoadResponse:
         """How it is now."""

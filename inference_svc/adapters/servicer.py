@@ -44,7 +44,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._instance = instance
         self._host = instance.host
         self._share = PlainShare(instance.room)
-        self._streams: set[FrameStream] = set()
+        self._streams: dict[FrameStream, None] = {}  # in order of coming
         self._open_calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -72,7 +72,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if len(self._streams) >= FRAME_STREAMS_MAX:
             raise exhausted("TOO_MANY_STREAMS", "This instance has too many streams.", RETRY_S)
         stream = FrameStream(server_connection(context), self._instance)
-        self._streams.add(stream)
+        self._streams[stream] = None
         try:
             with self._working():
                 await stream.run()
@@ -82,7 +82,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     self._instance.counts.losses[broken.reason.value] += 1
             raise
         finally:
-            self._streams.discard(stream)
+            self._streams.pop(stream, None)
 
     async def Embed(
         self,

@@ -510,6 +510,10 @@ class Gate:
             error = from_status(ended.status)
             self.post(lambda now: self._failed(slot, end_fault(error), now, error))
             return
+        if live is not None and result_pb2.FINISH_REASON_ERROR in reasons:
+            # Without a status too an error is no answer.
+            self.post(lambda now: self._failed(slot, FaultKind.ENGINE_ERROR, now))
+            return
         if live is not None and result_pb2.FINISH_REASON_CANCELLED in reasons:
             # Nobody here asked for that: the instance goes down.
             self.post(lambda now: self._failed(slot, FaultKind.GOING_DOWN, now))

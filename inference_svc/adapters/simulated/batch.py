@@ -44,7 +44,7 @@ class Batch:
             profile.kv_tokens, profile.kv_block_tokens, prefix_cache=profile.prefix_cache
         )
         self.meter = Meter(loop.time())
-        self._generations: set[Generation] = set()
+        self._generations: dict[Generation, None] = {}  # in order of arrival
         self._waiting: deque[SequenceState] = deque()
         self._reading: list[SequenceState] = []
         self._plain: list[SequenceState] = []
@@ -69,7 +69,7 @@ class Batch:
     def submit(self, generation: Generation) -> None:
         """Queues a generation's sequences; its first step begins when the current one is over."""
         self.submitted += 1
-        self._generations.add(generation)
+        self._generations[generation] = None
         self._waiting.extend(generation.sequences)
         self._wake()
 
@@ -119,7 +119,7 @@ class Batch:
     def _drop(self, generation: Generation) -> None:
         """Takes a generation out of the engine, without reporting it."""
         generation.counted = True
-        self._generations.discard(generation)
+        self._generations.pop(generation, None)
         for sequence in generation.sequences:
             if sequence.phase is Phase.WAITING:
                 self._waiting.remove(sequence)
@@ -148,7 +148,7 @@ class Batch:
         if not generation.open:
             self.finished += 1
             generation.counted = True
-            self._generations.discard(generation)
+            self._generations.pop(generation, None)
             generation.sink.ended(generation.end(FinishReason.STOP))
 
     def _fail(self, generation: Generation, error: SluiceError) -> None:

@@ -301,6 +301,24 @@ def test_an_end_that_nobody_asked_for_is_a_loss(scenario: Play) -> None:
     scenario(body)
 
 
+def test_an_end_by_an_error_is_a_loss_also_without_a_status(scenario: Play) -> None:
+    """Mutant seen to fail: the gate takes every end without a status for an answer."""
+
+    async def body(r: Rig) -> None:
+        r.report()
+        live = r.submit()
+        await r.settle()
+        await r.execution.accept()
+        await r.execution.delta("a", 0)
+        await r.execution.end(0, result_pb2.FINISH_REASON_ERROR)
+        await r.settle()
+        assert live.ended is None
+        assert live.error is not None and live.error.reason == "INSTANCE_LOST"
+        r.gate.leave(live, Outcome.INSTANCE_FAILED)
+
+    scenario(body)
+
+
 def test_output_out_of_order_is_a_fault_of_the_instance(scenario: Play) -> None:
     async def body(r: Rig) -> None:
         r.report()

@@ -1,0 +1,390 @@
+"""The processes of a simulated mesh: the services' own parts, put together as ``main`` does.
+
+Each process is a :class:`~tests.simulation.network.Node`; it can crash and start again. Engines are
+the simulated engine, watched: no step is taken without the room for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from execution_svc.adapters.counts import Counts
+from execution_svc.adapters.instance_channels import GrpcInstances
+from execution_svc.adapters.servicer import ExecutionServicer
+from inference_svc.adapters.engine_host import EngineHost
+from inference_svc.adapters.instance import Instance
+from inference_svc.adapters.no_gpus import NoGpus
+from inference_svc.adapters.room import RoomKeeper
+from inference_svc.adapters.servicer import InferenceServicer
+from inference_svc.adapters.simulated.engine import SimulatedEngine
+from inference_svc.adapters.simulated.profile import SimulatedProfile
+from inference_svc.ports import FinishReason, GenerationEnd, OutputSink, PreparedPrompt
+from scheduler_svc.config import SchedulerConfig, domain_limits
+from scheduler_svc.domain.limits import SchedulerLimits
+from scheduler_svc.main import Parts
+from sluice.errors import unavailable
+from sluice.execution.v1 import execution_pb2_grpc
+from sluice.grants import PUBLIC_FOLDER, GrantVerifier, ensure_keys
+from sluice.health import Health
+from sluice.inference.v1 import inference_pb2_grpc
+from sluice.scheduler.v1 import scheduler_pb2_grpc
+from sluice.telemetry import Telemetry
+from tests.simulation.journal import Journal
+from tests.simulation.network import Network, Node, open_channel
+
+TENANTS = ("red", "green", "blue")
+
+
+def write_files(folder: Path) -> None:
+    """The keys and the tenants file of a deployment."""
+    ensure_keys(folder / "keys")
+    lines = []
+    for name in TENANTS:
+        digest = hashlib.sha256(key_of(name).encode()).hexdigest()
+        lines += ["[[tenant]]", f'name = "{name}"', f'key_sha256 = ["{digest}"]']
+    (folder / "tenants.toml").write_text("\n".join(lines) + "\n")
+
+
+def key_of(tenant: str) -> str:
+    """A tenant's key."""
+    return f"key-of-{tenant}"
+
+
+def _small_limits(config: SchedulerConfig) -> SchedulerLimits:
+    """Few rows: every check of a domain recounts them all."""
+    return replace(domain_limits(config), instances_max=8)
+
+
+@contextmanager
+def in_memory() -> Iterator[None]:
+    """Takes the library's channels and connections out of the services' modules."""
+    with ExitStack() as stack:
+        for module in ("scheduler_svc.main", "execution_svc.adapters.instance_channels"):
+            stack.enter_context(mock.patch(f"{module}.open_channel", open_channel))
+            stack.enter_context(mock.patch(f"{module}.client_connection", lambda call: call))
+        for module in ("execution_svc.adapters.servicer", "inference_svc.adapters.servicer"):
+            stack.enter_context(mock.patch(f"{module}.server_connection", lambda call: call.stream))
+        stack.enter_context(mock.patch("scheduler_svc.main.domain_limits", _small_limits))
+        yield
+
+
+@dataclass(eq=False, slots=True)
+class Generating:
+    """What an engine runs: a generation between its submission and its end."""
+
+    request_id: str
+    prompt_tokens: int
+    running: Any = None
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that it holds in memory by now."""
+        made = 0 if self.running is None else self.running.output_tokens
+        return self.prompt_tokens + made
+
+
+class WatchedSink:
+    """A sink that tells of the end."""
+
+    __slots__ = ("_ended", "_sink", "delta")
+
+    def __init__(self, sink: OutputSink, ended: Callable[[GenerationEnd], None]) -> None:
+        self._sink = sink
+        self._ended = ended
+        self.delta = sink.delta
+
+    def ended(self, end: GenerationEnd) -> None:
+        """See the port."""
+        self._ended(end)
+        self._sink.ended(end)
+
+
+class WatchedEngine(SimulatedEngine):
+    """The simulated engine, with the promises of the mesh to an engine checked at every start."""
+
+    def __init__(self, profile: SimulatedProfile, name: str, journal: Journal) -> None:
+        super().__init__(profile)
+        self._name = name
+        self._journal = journal
+        self.open: dict[Generating, None] = {}
+        self.starts = 0
+
+    def submit(self, prepared: PreparedPrompt, sink: OutputSink) -> Any:
+        """See the port."""
+        spec = prepared.spec
+        begun = 0 if spec.continuation is None else len(spec.continuation.output_token_ids)
+        one = Generating(spec.request_id, len(prepared.prompt_token_ids) + begun)
+        held = sum(other.kv_tokens for other in self.open)
+        self._journal.check(
+            len(self.open) < self.profile.sequences_max,
+            f"{self._name} got more sequences than it has room for",
+        )
+        self._journal.check(
+            not held or held + one.prompt_tokens <= self.profile.kv_tokens,
+            f"{self._name} got a prompt for which it has no memory",
+        )
+        self.open[one] = None
+        self.starts += 1
+        self._journal.note("submit", self._name, spec.request_id, one.prompt_tokens, begun)
+
+        def ended(end: GenerationEnd) -> None:
+            self._journal.check(one in self.open, "a generation ended twice")
+            self.open.pop(one, None)
+            reason = end.outputs[0].reason.name
+            self._journal.note("end", self._name, spec.request_id, reason, end.completion_tokens)
+
+        one.running = super().submit(prepared, WatchedSink(sink, ended))
+        return one.running
+
+
+@dataclass
+class Process:
+    """What all processes have in common."""
+
+    mesh: Mesh
+    name: str
+    address: str
+    node: Node = field(init=False)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self.node.alive
+
+    async def crash(self) -> None:
+        """It is gone, as if killed."""
+        self.mesh.journal.note("crash", self.name)
+        await self.node.crash()
+
+
+@dataclass
+class InstanceProcess(Process):
+    """An inference service with its engine."""
+
+    profile: SimulatedProfile = field(default_factory=SimulatedProfile)
+    host: EngineHost = field(init=False)
+    servicer: InferenceServicer = field(init=False)
+    instance: Instance = field(init=False)
+    engine: WatchedEngine | None = None
+    engines_lost: int = 0
+
+    def start(self) -> None:
+        """A fresh process."""
+        self.mesh.journal.note("start", self.name)
+        self.node = Node(self.mesh.network, self.name, self.address)
+        self.node.on_crash.append(self._stop_engine)
+        self.node.enter().run(self._build)
+
+    def _build(self) -> None:
+        self.host = EngineHost(self._make)
+        verifier = GrantVerifier.load(self.mesh.folder / "keys" / PUBLIC_FOLDER)
+        room = RoomKeeper(self.host.capacity)
+        self.instance = Instance(self.name, self.host, room, verifier, Telemetry.off())
+        self.servicer = InferenceServicer(self.instance, NoGpus())
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.servicer, self.node.server)
+        self.node.spawn(self.host.run(), "host")
+
+    def _make(self) -> WatchedEngine:
+        self.engine = WatchedEngine(self.profile, self.name, self.mesh.journal)
+        return self.engine
+
+    def _stop_engine(self) -> None:
+        if self.engine is not None and self.engine._batch is not None:
+            self.engine._batch.stop(FinishReason.CANCELLED)
+
+    def break_engine(self) -> None:
+        """The engine dies in its process; the host makes a new one."""
+        if self.engine is not None and self.engine._batch is not None:
+            self.mesh.journal.note("engine dies", self.name)
+            error = unavailable("ENGINE_DIED", "The engine died while it ran.")
+            self.engine._batch.stop(FinishReason.ERROR, error)
+            self.engine._crashed()
+
+    async def drain(self) -> None:
+        """SIGTERM: the process ends when what runs has ended."""
+        self.mesh.journal.note("drain", self.name)
+        await self.servicer.drain()
+        self.servicer.stop()
+
+    def check(self) -> None:
+        """The room that is given out is there."""
+        book, holders = self.instance.room._book, self.instance.room._holders
+        held = [one.held() for one in holders.values()]
+        granted = [book.credit(number) for number in holders]
+        sequences = sum(
+            max(has.sequences, credit.sequences) for has, credit in zip(held, granted, strict=True)
+        )
+        self.mesh.journal.check(
+            sequences <= max(book.capacity.sequences, sum(has.sequences for has in held)),
+            f"{self.name} gave out {sequences} sequences",
+        )
+        # What runs grows token by token, and the credit of others gives way only at the next
+        # settlement: so credits alone are counted here.
+        kv_tokens = sum(credit.kv_tokens for credit in granted)
+        self.mesh.journal.check(
+            kv_tokens <= max(book.capacity.kv_tokens, sum(has.kv_tokens for has in held)),
+            f"{self.name} gave out {kv_tokens} KV tokens",
+        )
+
+    def leftovers(self) -> list[str]:
+        """What should not be here when nothing runs."""
+        left = []
+        if self.engine is not None and self.engine.open:
+            left.append(f"{self.name} runs {len(self.engine.open)} generations")
+        if self.instance.room.sequences_held():
+            left.append(f"{self.name} has slots in use")
+        if (batch := self.engine and self.engine._batch) and batch.kv.used:
+            left.append(f"{self.name} holds {batch.kv.used} KV blocks")
+        return left
+
+
+@dataclass
+class ExecutionProcess(Process):
+    """An execution replica."""
+
+    servicer: ExecutionServicer = field(init=False)
+
+    def start(self) -> None:
+        """A fresh process."""
+        self.mesh.journal.note("start", self.name)
+        self.node = Node(self.mesh.network, self.name, self.address)
+        self.node.enter().run(self._build)
+
+    def _build(self) -> None:
+        self.servicer = ExecutionServicer(GrpcInstances(), Telemetry.off(), Counts())
+        execution_pb2_grpc.add_ExecutionServiceServicer_to_server(self.servicer, self.node.server)
+
+    def leftovers(self) -> list[str]:
+        """What should not be here when nothing runs."""
+        links = [link for stream in self.servicer._streams for link in stream._links.values()]
+        return [
+            f"{self.name} has {link.open_slots} slots open on {link.name}"
+            for link in links
+            if link.open_slots
+        ]
+
+
+@dataclass
+class SchedulerProcess(Process):
+    """A scheduler, from its composition root."""
+
+    placement: str = "least_work"
+    parts: Parts = field(init=False)
+
+    def start(self) -> None:
+        """A fresh process."""
+        self.mesh.journal.note("start", self.name)
+        self.node = Node(self.mesh.network, self.name, self.address)
+        self.node.enter().run(self._build)
+
+    def _build(self) -> None:
+        config = SchedulerConfig(
+            name=self.name,
+            bind=self.address,
+            executions=tuple(one.address for one in self.mesh.executions),
+            instances=tuple(f"{one.name}={one.address}" for one in self.mesh.instances),
+            tenants_file=self.mesh.folder / "tenants.toml",
+            keys_dir=self.mesh.folder / "keys",
+            placement=self.placement,
+            prefix_index_mib=1,
+            first_token_critical_s=8.0,
+            first_token_interactive_s=10.0,
+            first_token_standard_s=15.0,
+            first_token_batch_s=25.0,
+            inter_token_limit_s=4.0,
+            write_limit_s=3.0,
+        )
+        self.parts = Parts(config, Telemetry.off(), Health())
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
+            self.parts.public, self.node.server
+        )
+        self.node.spawn(self.parts.run(), "parts")
+
+    def check(self) -> None:
+        """The domain agrees with a recount of itself."""
+        try:
+            self.parts.gate.domain.check_invariants()
+        except AssertionError as error:
+            self.mesh.journal.violation(f"{self.name}: an invariant is broken: {error!r}")
+
+    def leftovers(self) -> list[str]:
+        """What should not be here when nothing runs."""
+        gate = self.parts.gate
+        state = gate.domain.snapshot()
+        left = {
+            "requests at the gate": len(gate.lives),
+            "open streams": gate.flush.open_streams,
+            "slots": sum(link.open_slots() for link in gate.links),
+            "tickets that hold room": state.running,
+            "tickets that wait": sum(state.waiting.values()),
+            "bytes that wait": sum(state.waiting_bytes.values()),
+            "tickets without an outcome": state.submitted - sum(state.outcomes.values()),
+            "client calls": sum("Generate" in task for task in self.node.tasks),
+        }
+        for name, one in state.instances.items():
+            left[f"KV tokens planned on {name}"] = one.kv_tokens
+            left[f"prompts outstanding on {name}"] = one.prefill_tokens
+        return [f"{self.name} has {count} {what}" for what, count in left.items() if count]
+
+
+class Mesh:
+    """All processes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        network: Network,
+        journal: Journal,
+        profiles: Sequence[SimulatedProfile],
+        executions: int,
+        schedulers: int,
+        placement: str,
+    ) -> None:
+        self.folder = folder
+        self.network = network
+        self.journal = journal
+        self.instances = [
+            InstanceProcess(self, f"i{number}", f"instance{number}:1", profile)
+            for number, profile in enumerate(profiles)
+        ]
+        self.executions = [
+            ExecutionProcess(self, f"e{number}", f"execution{number}:1")
+            for number in range(executions)
+        ]
+        self.schedulers = [
+            SchedulerProcess(self, f"s{number}", f"scheduler{number}:1", placement)
+            for number in range(schedulers)
+        ]
+
+        self.fingerprints = {
+            profile.model: SimulatedEngine(profile).describe().fingerprint for profile in profiles
+        }
+
+    @property
+    def processes(self) -> list[InstanceProcess | ExecutionProcess | SchedulerProcess]:
+        """All of them."""
+        return [*self.instances, *self.executions, *self.schedulers]
+
+    def start(self) -> None:
+        """Starts everything."""
+        for process in self.processes:
+            process.start()
+
+    def check(self) -> None:
+        """What has to hold at any time."""
+        for instance in self.instances:
+            if instance.alive:
+                instance.check()
+        for scheduler in self.schedulers:
+            if scheduler.alive:
+                scheduler.check()
+
+    def leftovers(self) -> list[str]:
+        """What is left although nothing should be under way."""
+        return [line for process in self.processes if process.alive for line in process.leftovers()]
