@@ -427,7 +427,10 @@ class Gate:
 
     def lane_credit(self, lane: Lane, credit: inference_pb2.Credit) -> None:
         """See LinkObserver."""
-        if self._lanes.get(lane.name) is lane:
+        # After a loss only a new stream speaks: one that a part opened which crossed the loss. Its
+        # credit is told once, so this is the only chance to hear it.
+        if self._lanes.setdefault(lane.name, lane) is lane:
+            lane.open = True
             self.post(
                 lambda now: self.domain.credit(lane.name, credit.sequences, credit.kv_tokens, now)
             )

@@ -40,6 +40,9 @@ ALLOWED: Final = frozenset(
         "INTER_TOKEN_TIMEOUT",
         "NO_INSTANCE",
         "QUEUE_FULL",
+        "QUOTA_EXCEEDED",
+        "QUOTA_QUEUE_FULL",
+        "QUOTA_UNREACHABLE",
         "SLOW_CONSUMER",
         "TOO_MANY_STREAMS",
         "STREAM_DISCONNECTED",  # the scheduler died
@@ -75,7 +78,7 @@ def make_plan(source: random.Random, number: int, arrivals_s: float, models: lis
     return Plan(
         request_id=f"r{number}",
         at_s=arrivals_s * (roll() if roll() < 0.6 else source.choice((0.1, 0.4, 0.7))),
-        tenant=source.choice(TENANTS),
+        tenant=source.choice([*TENANTS]),
         model=source.choice(models),
         priority_class=source.choice(CLASSES),
         text="".join(source.choices(WORDS, k=length)),

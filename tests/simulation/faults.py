@@ -15,10 +15,9 @@ from typing import Final
 
 from inference_svc.adapters.simulated.faults import Fault
 from tests.simulation.journal import Journal
-from tests.simulation.mesh import ExecutionProcess, InstanceProcess, Mesh, SchedulerProcess
+from tests.simulation.mesh import AnyProcess, Mesh
 
 Undo = Callable[[], object]
-Process = InstanceProcess | ExecutionProcess | SchedulerProcess
 
 
 class Faults:
@@ -43,6 +42,8 @@ class Faults:
             name = self._source.choices([*KINDS], weights=[*KINDS.values()])[0]
             seconds = self._source.choice((0.05, 0.5, 1.5, 4.0, 6.0))
             self._journal.note("fault", name, seconds)
+            if self._mesh.state is not None and name in DISTURBING:
+                self._mesh.state.disturbed = True
             await getattr(self, f"_{name}")(seconds)
 
     async def calm(self) -> None:
@@ -71,16 +72,18 @@ class Faults:
 
     # Between processes.
 
-    def _edge(self) -> tuple[Process, Process]:
+    def _edge(self) -> tuple[AnyProcess, AnyProcess]:
         """Two processes that talk to each other."""
         mesh, pick = self._mesh, self._source.choice
-        one: Process = pick(mesh.schedulers)
-        two: Process = pick(mesh.instances)
-        kind = pick(("frames", "load", "work"))
+        one: AnyProcess = pick(mesh.schedulers)
+        two: AnyProcess = pick(mesh.instances)
+        kind = pick(("frames", "load", "work", "state"))
         if kind == "frames":
             two = pick(mesh.executions)
         elif kind == "work":
             one = pick(mesh.executions)
+        elif mesh.state is not None and kind == "state":
+            two = mesh.state
         return one, two
 
     async def _delay(self, seconds: float) -> None:
@@ -108,7 +111,7 @@ class Faults:
 
     # Processes.
 
-    async def kill(self, process: Process, seconds: float) -> None:
+    async def kill(self, process: AnyProcess, seconds: float) -> None:
         """It dies, and is started again after a while."""
         if not process.alive or process.name in self._crashing:
             return
@@ -130,6 +133,17 @@ class Faults:
 
     async def _kill_scheduler(self, seconds: float) -> None:
         await self.kill(self._source.choice(self._mesh.schedulers), seconds)
+
+    async def _kill_state(self, seconds: float) -> None:
+        if self._mesh.state is not None:
+            await self.kill(self._mesh.state, seconds)
+
+    async def _freeze_state(self, seconds: float) -> None:
+        network = self._mesh.network
+        for scheduler in self._mesh.schedulers:
+            for pair in ((scheduler.name, "state"), ("state", scheduler.name)):
+                network.block(*pair, True)
+                self._for(seconds, partial(network.block, *pair, False))
 
     # Engines.
 
@@ -165,6 +179,8 @@ KINDS: Final[dict[str, float]] = {
     "kill_instance": 1.5,
     "kill_execution": 1.0,
     "kill_scheduler": 0.6,
+    "kill_state": 0.5,
+    "freeze_state": 0.5,
     "hang": 1.5,
     "fail": 1.5,
     "refuse": 0.7,
@@ -172,3 +188,8 @@ KINDS: Final[dict[str, float]] = {
     "break_engine": 0.7,
 }
 """Faults and how often each is chosen."""
+
+DISTURBING: Final = frozenset(
+    ("delay", "cut", "part", "kill_scheduler", "kill_state", "freeze_state")
+)
+"""Those that may part a scheduler from the state service."""

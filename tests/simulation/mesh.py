@@ -6,6 +6,7 @@ the simulated engine, watched: no step is taken without the room for it.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,12 +34,32 @@ from sluice.execution.v1 import execution_pb2_grpc
 from sluice.grants import PUBLIC_FOLDER, GrantVerifier, ensure_keys
 from sluice.health import Health
 from sluice.inference.v1 import inference_pb2_grpc
+from sluice.quota.exchange import Limits, QuotaUse
 from sluice.scheduler.v1 import scheduler_pb2_grpc
+from sluice.state.v1 import (
+    aliases_pb2_grpc,
+    decisions_pb2_grpc,
+    quota_pb2_grpc,
+    tenants_pb2_grpc,
+    usage_pb2_grpc,
+)
 from sluice.telemetry import Telemetry
+from state_svc.adapters.alias_servicer import AliasServicer
+from state_svc.adapters.ledger_servicers import DecisionServicer, UsageServicer
+from state_svc.adapters.memory_quota import MemoryQuotaStore
+from state_svc.adapters.memory_stores import MemoryDecisions, MemoryRegistry, MemoryUsage
+from state_svc.adapters.quota_servicer import QuotaServicer
+from state_svc.adapters.registry_watch import RegistryWatch
+from state_svc.adapters.tenant_servicer import TenantServicer
 from tests.simulation.journal import Journal
 from tests.simulation.network import Network, Node, open_channel
 
-TENANTS = ("red", "green", "blue")
+TENANTS = {
+    "red": Limits(),
+    "green": Limits(requests_per_min=12, tokens_per_min=2_000),
+    "blue": Limits(concurrent_requests=3),
+}
+UNLIMITED = "red"
 
 
 def write_files(folder: Path) -> None:
@@ -271,6 +292,71 @@ class ExecutionProcess(Process):
 
 
 @dataclass
+class StateProcess(Process):
+    """The state service over stores in memory, which outlive it as Valkey does."""
+
+    quota: MemoryQuotaStore = field(default_factory=MemoryQuotaStore)
+    usage: MemoryUsage = field(default_factory=MemoryUsage)
+    registry: MemoryRegistry = field(default_factory=MemoryRegistry)
+    decisions: MemoryDecisions = field(default_factory=MemoryDecisions)
+    disturbed: bool = False  # somebody could not speak to it for a while
+
+    def start(self) -> None:
+        """A fresh process."""
+        self.mesh.journal.note("start", self.name)
+        self.node = Node(self.mesh.network, self.name, self.address)
+        self.node.enter().run(self._build)
+
+    def _build(self) -> None:
+        server, watch = self.node.server, RegistryWatch(self.registry)
+        tenants = TenantServicer(self.registry, watch)
+        tenants_pb2_grpc.add_TenantServiceServicer_to_server(tenants, server)
+        aliases = AliasServicer(self.registry, watch)
+        aliases_pb2_grpc.add_AliasServiceServicer_to_server(aliases, server)
+        usage_pb2_grpc.add_UsageServiceServicer_to_server(UsageServicer(self.usage), server)
+        quota_pb2_grpc.add_QuotaServiceServicer_to_server(QuotaServicer(self.quota), server)
+        decisions = DecisionServicer(self.decisions)
+        decisions_pb2_grpc.add_DecisionServiceServicer_to_server(decisions, server)
+        self.node.spawn(watch.run(), "watch")
+
+    def use(self, tenant: str) -> QuotaUse:
+        """What is reserved and charged now."""
+        book = self.quota._books.get(tenant)
+        return QuotaUse() if book is None else book.use(_now_ms())
+
+    def check(self) -> None:
+        """No quota is exceeded. A holder that could not be heard loses what it holds to others, and
+        what it runs becomes debt: so this is asked only while nothing kept anybody from the state
+        service."""
+        if self.disturbed:
+            return
+        for tenant, limits in TENANTS.items():
+            use = self.use(tenant)
+            for what, most, has in (
+                ("requests", limits.requests_per_min, use.requests),
+                ("requests at once", limits.concurrent_requests, use.slots),
+            ):
+                self.mesh.journal.check(
+                    most is None or has <= most, f"{tenant} has {has} {what} of {most}"
+                )
+
+    def leftovers(self) -> list[str]:
+        """What should not be here when nothing runs. Those who died count until somebody needs
+        their room."""
+        now_ms = _now_ms()
+        return [
+            f"{tenant}: {holder.name} holds {holder.slots} slots"
+            for tenant, book in self.quota._books.items()
+            for holder in book._holders.values()
+            if holder.slots and holder.expires_ms > now_ms
+        ]
+
+
+def _now_ms() -> int:
+    return int(asyncio.get_running_loop().time() * 1000)
+
+
+@dataclass
 class SchedulerProcess(Process):
     """A scheduler, from its composition root."""
 
@@ -292,6 +378,7 @@ class SchedulerProcess(Process):
             tenants_file=self.mesh.folder / "tenants.toml",
             keys_dir=self.mesh.folder / "keys",
             placement=self.placement,
+            state="" if self.mesh.state is None else self.mesh.state.address,
             prefix_index_mib=1,
             first_token_critical_s=8.0,
             first_token_interactive_s=10.0,
@@ -301,6 +388,9 @@ class SchedulerProcess(Process):
             write_limit_s=3.0,
         )
         self.parts = Parts(config, Telemetry.off(), Health())
+        if self.parts.quota is not None:
+            for tenant, limits in TENANTS.items():
+                self.parts.quota.set_tenant(tenant, limits, fail_open=False)
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
             self.parts.public, self.node.server
         )
@@ -327,10 +417,15 @@ class SchedulerProcess(Process):
             "tickets without an outcome": state.submitted - sum(state.outcomes.values()),
             "client calls": sum("Generate" in task for task in self.node.tasks),
         }
+        if self.parts.quota is not None:
+            left["quota accounts in use"] = sum(not one.idle for one in self.parts.quota.accounts)
         for name, one in state.instances.items():
             left[f"KV tokens planned on {name}"] = one.kv_tokens
             left[f"prompts outstanding on {name}"] = one.prefill_tokens
         return [f"{self.name} has {count} {what}" for what, count in left.items() if count]
+
+
+AnyProcess = StateProcess | InstanceProcess | ExecutionProcess | SchedulerProcess
 
 
 class Mesh:
@@ -345,6 +440,8 @@ class Mesh:
         executions: int,
         schedulers: int,
         placement: str,
+        *,
+        state: bool,
     ) -> None:
         self.folder = folder
         self.network = network
@@ -357,6 +454,7 @@ class Mesh:
             ExecutionProcess(self, f"e{number}", f"execution{number}:1")
             for number in range(executions)
         ]
+        self.state = StateProcess(self, "state", "state:1") if state else None
         self.schedulers = [
             SchedulerProcess(self, f"s{number}", f"scheduler{number}:1", placement)
             for number in range(schedulers)
@@ -367,14 +465,32 @@ class Mesh:
         }
 
     @property
-    def processes(self) -> list[InstanceProcess | ExecutionProcess | SchedulerProcess]:
+    def processes(self) -> list[AnyProcess]:
         """All of them."""
-        return [*self.instances, *self.executions, *self.schedulers]
+        state = [] if self.state is None else [self.state]
+        return [*state, *self.instances, *self.executions, *self.schedulers]
 
     def start(self) -> None:
         """Starts everything."""
         for process in self.processes:
             process.start()
+
+    def describe(self) -> list[str]:
+        """How everything stands, for who reads why a run failed."""
+        lines = []
+        for instance in self.instances:
+            state = "up" if instance.alive else "down"
+            lines.append(f"= {instance.name} {state} {instance.profile}")
+        for scheduler in self.schedulers:
+            if not scheduler.alive:
+                lines.append(f"= {scheduler.name} down")
+                continue
+            gate = scheduler.parts.gate
+            snapshot = gate.domain.snapshot()
+            lines.append(f"= {scheduler.name} {scheduler.placement} waiting {snapshot.waiting}")
+            lines += [f"=   {link.target} usable {link.usable}" for link in gate.links]
+            lines += [f"=   {name} {one}" for name, one in snapshot.instances.items()]
+        return lines
 
     def check(self) -> None:
         """What has to hold at any time."""
@@ -384,6 +500,8 @@ class Mesh:
         for scheduler in self.schedulers:
             if scheduler.alive:
                 scheduler.check()
+        if self.state is not None:
+            self.state.check()
 
     def leftovers(self) -> list[str]:
         """What is left although nothing should be under way."""

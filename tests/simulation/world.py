@@ -17,7 +17,7 @@ from tests.simulation.client import Client, Plan, make_plan
 from tests.simulation.clockwork import SimulationLoop, run
 from tests.simulation.faults import Faults
 from tests.simulation.journal import Journal
-from tests.simulation.mesh import TENANTS, InstanceProcess, Mesh, SchedulerProcess, in_memory
+from tests.simulation.mesh import UNLIMITED, InstanceProcess, Mesh, SchedulerProcess, in_memory
 from tests.simulation.network import Network, Node
 
 ARRIVALS_S: Final = 10.0
@@ -73,6 +73,7 @@ class World:
             [_profile(source, models[number % len(models)]) for number in range(instances)],
             executions=source.randint(1, 2),
             schedulers=source.choice((1, 1, 2, 3)),
+            state=source.random() < 0.6,
             placement=source.choice(("least_work", "weighted", "prefix_affinity", "round_robin")),
         )
         self._clients_node = Node(network, "clients")
@@ -94,6 +95,8 @@ class World:
         phases = self._clients_node.spawn(self._phases(), "phases")
         violated = self._clients_node.spawn(self._journal.violated.wait(), "violated")
         await asyncio.wait((phases, violated), return_when=asyncio.FIRST_COMPLETED)
+        if self._journal.violations:
+            self._journal.events.extend(self._mesh.describe())
         result = Result(
             seed=self._seed,
             digest=self._journal.digest,
@@ -126,7 +129,7 @@ class World:
         await self._faults.calm()
         await self._end("requests", asking, ENDED_WITHIN_S)
         await self._rest()
-        await self._prove_health(source, len(plans))
+        await self._prove_health(len(plans))
         await self._rest()
         checks.cancel()
         for broken in self._loop.broken:
@@ -170,7 +173,7 @@ class World:
         left = self._mesh.leftovers()
         self._journal.check(not left, "not at rest: " + "; ".join(left))
 
-    async def _prove_health(self, source: random.Random, first: int) -> None:
+    async def _prove_health(self, first: int) -> None:
         """What broke and came back is used again: every scheduler is asked for more than any one
         instance can do at a time, and answers everything."""
         starts = [one.engine.starts if one.engine else 0 for one in self._mesh.instances]
@@ -187,7 +190,7 @@ class World:
                     plan = Plan(
                         request_id=f"h{number}",
                         at_s=0.0,
-                        tenant=source.choice(TENANTS),
+                        tenant=UNLIMITED,
                         model=model,
                         priority_class=policy_pb2.PRIORITY_CLASS_INTERACTIVE,
                         text=f"health {number}",

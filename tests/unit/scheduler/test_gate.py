@@ -165,6 +165,32 @@ def test_a_request_whose_instance_is_lost_after_a_token_ends_with_a_typed_error(
     scenario(body)
 
 
+def test_the_credit_of_a_stream_that_a_crossing_part_opened_is_heard(scenario: Play) -> None:
+    """A part on its way while the loss is told opens a new stream, whose one credit comes before
+    the scheduler has opened the lane again. Mutant seen to fail: credit counts only for an open
+    lane; then nothing is ever placed there again."""
+
+    async def body(r: Rig) -> None:
+        r.report()
+        await r.settle()
+        await r.execution.lose("chat-0")
+        r.execution.opened.append("chat-0")
+        credit = inference_pb2.GenerateFramesResponse()
+        credit.credit.sequences = 4
+        credit.credit.kv_tokens = 100_000
+        await r.execution.send("chat-0", credit)
+        await r.settle()
+        r.report()
+        live = r.submit()
+        await r.settle()
+        assert len(r.execution.starts) == 1
+        await r.execution.end()
+        await r.settle()
+        r.gate.leave(live, Outcome.FINISHED)
+
+    scenario(body)
+
+
 def test_output_of_an_attempt_that_was_given_up_is_dropped(scenario: Play) -> None:
     async def body(r: Rig) -> None:
         r.report("chat-0")
