@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast
 
@@ -44,7 +44,6 @@ from scheduler_svc.domain.model import (
     WorkKind,
 )
 from scheduler_svc.domain.prices import Prices
-from scheduler_svc.domain.quota import Reservation
 from sluice import context, logs
 from sluice.errors import Code, SluiceError, invalid, unavailable
 from sluice.execution.v1 import execution_pb2, execution_pb2_grpc
@@ -134,9 +133,9 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: generate_pb2.GenerateRequest, context: Context
     ) -> None:
         """See scheduler.proto."""
-        live, field = await self._generation(request, context, whole=False)
+        live, field = self._generation(request, context, whole=False)
+        await self._reserve(live)
         async with self._served(live, field):
-            sequence = 0
             over = False
             while not over:
                 await live.ready()
@@ -153,8 +152,8 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
                 if live.ended is not None:
                     messages.append(finished(live, now, self._cost(live)))
                 for message in messages:
-                    sequence += 1
-                    message.sequence = sequence
+                    live.sequence += 1
+                    message.sequence = live.sequence
                     live.write_began_s = self._loop.time()
                     await context.write(message)
                     live.write_began_s = 0.0
@@ -164,7 +163,8 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: generate_pb2.GenerateTextRequest, context: Context
     ) -> generate_pb2.GenerateTextResponse:
         """See scheduler.proto."""
-        live, field = await self._generation(request, context, whole=True)
+        live, field = self._generation(request, context, whole=True)
+        await self._reserve(live)
         async with self._served(live, field):
             await live.finished()
         return whole_answer(live, self._loop.time(), self._cost(live))
@@ -173,7 +173,8 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: generate_pb2.EmbedRequest, context: Context
     ) -> generate_pb2.EmbedResponse:
         """See scheduler.proto."""
-        live = await self._embedding(request, context)
+        live = self._embedding(request, context)
+        await self._reserve(live)
         async with self._served(live, "texts"):
             response = await self._embed(live, request)
         answer = response.response
@@ -230,12 +231,11 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         wanted = translate.priority_class(request.priority_class)
         return Caller(tenant, identifier, tenant.class_for(wanted))
 
-    async def _generation(
+    def _generation(
         self, request: translate.GenerateMessage, context: Context, *, whole: bool
     ) -> tuple[LiveRequest, str]:
-        """Checks a request, reserves its quota and makes its live form; raises a typed refusal.
-        Cheapest check first, and nothing is copied or hashed for a request before all of them: a
-        refusal costs little."""
+        """Checks a request and makes its live form; raises a typed refusal. Cheapest check first,
+        and nothing is copied or hashed for a request before all of them: a refusal costs little."""
         caller, ticket = None, None
         try:
             caller = self._caller(request, context)
@@ -250,6 +250,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             ticket.output_tokens = output.count * domain.expected_output_tokens(
                 caller.tenant.name, model, output.tokens_max
             )
+            ticket.continuable = translate.obstacle_of(request.sampling) is None
             if request.HasField("first_token_limit"):
                 limit = request.first_token_limit
                 asked_s = limit.seconds + limit.nanos / 1e9
@@ -260,24 +261,20 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         except SluiceError as refusal:
             self._refused(caller, ticket, refusal)
             raise
-        held = await self._reserve(ticket)
-        with self._releasing(held):
-            work = translate.work_for(
+        live = LiveRequest(
+            ticket,
+            translate.work_for(
                 request, caller.tenant.name, caller.request_id, model, source, output
-            )
-            live = LiveRequest(
-                ticket,
-                work,
-                self._gate.flush,
-                loop=self._loop,
-                whole=whole,
-                want_token_ids=request.return_token_ids,
-                inter_token_limit_s=self._times.inter_token_limit_s,
-            )
-        live.quota = held
+            ),
+            self._gate.flush,
+            loop=self._loop,
+            whole=whole,
+            want_token_ids=request.return_token_ids,
+            inter_token_limit_s=self._times.inter_token_limit_s,
+        )
         return live, source.field
 
-    async def _embedding(self, request: generate_pb2.EmbedRequest, context: Context) -> LiveRequest:
+    def _embedding(self, request: generate_pb2.EmbedRequest, context: Context) -> LiveRequest:
         caller, ticket = None, None
         try:
             caller = self._caller(request, context)
@@ -290,12 +287,8 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         except SluiceError as refusal:
             self._refused(caller, ticket, refusal)
             raise
-        held = await self._reserve(ticket)
-        with self._releasing(held):
-            work = inference_pb2.Work(request_id=caller.request_id, model=model)
-            live = LiveRequest(ticket, work, self._gate.flush, loop=self._loop, unary=True)
-        live.quota = held
-        return live
+        work = inference_pb2.Work(request_id=caller.request_id, model=model)
+        return LiveRequest(ticket, work, self._gate.flush, loop=self._loop, unary=True)
 
     def _ticket(
         self,
@@ -332,39 +325,30 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._metrics.refused(outcome, refusal, ticket)
         if ticket is not None:
             self._decisions.refused(ticket, outcome, refusal, self._loop.time())
-            self._usage.ended(ticket, outcome, NOTHING_USED)
         elif caller is not None:
             self._decisions.wrong(
                 caller.tenant.name, caller.request_id, caller.priority_class, outcome, refusal
             )
 
-    async def _reserve(self, ticket: Ticket) -> Reservation:
+    async def _reserve(self, live: LiveRequest) -> None:
         """Holds the tenant to its quotas, before anything is queued. It waits only where the state
         service has to be asked. A refusal charges nothing."""
-        quota = self._gate.quota
+        ticket = live.ticket
         try:
-            held = quota.try_reserve(ticket)
-            if held is None:
-                held = await quota.reserve(ticket)
-                with self._releasing(held):
-                    self._gate.check(ticket)  # as it is now, after the wait
+            if await self._gate.quota.reserve(live):
+                self._gate.check(ticket)  # as it is now, after the wait
         except SluiceError as refusal:
-            self._refused(None, ticket, refusal)
+            self._gate.quota.close(live, NOTHING_USED)
+            by_quota = refusal.reason.startswith("QUOTA_")
+            outcome = Outcome.QUOTA_EXCEEDED if by_quota else outcome_of(refusal)
+            self._metrics.refused(outcome, refusal, ticket)
+            self._decisions.refused(ticket, outcome, refusal, self._loop.time())
+            self._usage.ended(ticket, outcome, NOTHING_USED)
             raise
         except asyncio.CancelledError:
             outcome = left_as(ticket, self._loop.time())
             self._metrics.left(ticket, outcome)
             self._usage.ended(ticket, outcome, NOTHING_USED)
-            raise
-        return held
-
-    @contextmanager
-    def _releasing(self, held: Reservation) -> Iterator[None]:
-        """Gives quota back that nobody holds yet when the block fails."""
-        try:
-            yield
-        except BaseException:
-            self._gate.quota.release(held)
             raise
 
     # Serving.
@@ -384,6 +368,10 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._gate.admit(live)
             yield
             if live.error is not None:
+                if live.first_token_s and live.sequence:
+                    # What a client needs to see that it has all that there was.
+                    sequence = {"last_sequence": str(live.sequence)}
+                    live.error.metadata = {**live.error.metadata, **sequence}
                 raise translate.public_error(live.error, field)
             outcome = Outcome.FINISHED
         except SluiceError:
@@ -451,8 +439,6 @@ def outcome_of(refusal: SluiceError) -> Outcome:
     """What to record for a refusal."""
     if isinstance(refusal, Refusal):
         return refusal.outcome
-    if refusal.reason.startswith("QUOTA_"):
-        return Outcome.QUOTA_EXCEEDED  # also where quotas cannot be checked
     return _OUTCOMES.get(refusal.code, Outcome.INTERNAL)
 
 
