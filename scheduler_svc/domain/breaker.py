@@ -48,9 +48,7 @@ class BreakerState(Enum):
     HALF_OPEN = "half_open"
 
 
-_NEUTRAL_KINDS: Final = frozenset(
-    (FaultKind.LOST_RELAY, FaultKind.GOING_DOWN, FaultKind.FINGERPRINT)
-)
+_NEUTRAL_KINDS: Final = frozenset((FaultKind.LOST_RELAY, FaultKind.GOING_DOWN))
 _FAULT_ENDS: Final = frozenset((Outcome.INTER_TOKEN_TIMEOUT, Outcome.INSTANCE_FAILED))
 
 
