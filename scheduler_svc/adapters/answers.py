@@ -52,7 +52,7 @@ def finished(live: LiveRequest, now: float, cost: float = 0.0) -> generate_pb2.G
     return generate_pb2.GenerateResponse(
         finished=generate_pb2.GenerateFinished(
             outputs=_finishes(live),
-            usage=live.ended.usage,
+            usage=live.usage(),
             timings=timings(live, now),
             cost=cost,
             instance=live.instance,
@@ -80,7 +80,7 @@ def whole_answer(live: LiveRequest, now: float, cost: float) -> generate_pb2.Gen
     return generate_pb2.GenerateTextResponse(
         text=outputs[0].text if outputs else "",
         outputs=outputs,
-        usage=live.ended.usage,
+        usage=live.usage(),
         timings=timings(live, now),
         cost=cost,
         model=live.ticket.model,
@@ -108,7 +108,7 @@ def timings(live: LiveRequest, now: float) -> result_pb2.Timings:
     """Where the time of a request went so far."""
     times = result_pb2.Timings()
     arrival = live.ticket.arrival_s
-    _span(times.queue, arrival, live.dispatch_s)
+    set_duration(times.queue, live.queue_s)
     _span(times.total, arrival, now)
     if live.first_token_s:
         _span(times.first_token, arrival, live.first_token_s)

@@ -38,6 +38,7 @@ from scheduler_svc.domain.model import (
     Ticket,
     TicketState,
     WorkKind,
+    Yield,
 )
 from scheduler_svc.domain.scheduler import Scheduler
 from sluice import logs
@@ -70,6 +71,12 @@ _REJECTIONS: Final = {
     inference_pb2.REJECT_REASON_NO_ROOM: RejectKind.NO_ROOM,
     inference_pb2.REJECT_REASON_DRAINING: RejectKind.DRAINING,
     inference_pb2.REJECT_REASON_EXPIRED: RejectKind.EXPIRED,
+}
+
+# Refusals of a start that has to go elsewhere; others break the protocol.
+_REFUSALS: Final = {
+    inference_pb2.REJECT_REASON_ENGINE_DOWN: FaultKind.NOT_SERVING,
+    inference_pb2.REJECT_REASON_FINGERPRINT: FaultKind.FINGERPRINT,
 }
 
 # Reasons with which an engine that died ends what it ran.
@@ -196,6 +203,17 @@ class Gate:
                 return  # its `ended` frees the room
         self.domain.ended(abort.ticket.id, abort.attempt, now, abort.reason)
 
+    def _yield(self, effect: Yield, now: float) -> None:
+        """Stops an attempt that goes on later; what it makes until its end still counts."""
+        ticket = effect.ticket
+        for link in self.links:
+            lane = link.lanes.get(effect.instance)
+            if lane is not None and lane.stop(ticket.id, effect.attempt):
+                return  # its `ended` says how far it came
+        live = self.lives.get(ticket.id)
+        delivered = live.tokens if live is not None else 0
+        self.domain.yielded(ticket.id, effect.attempt, now, delivered)
+
     def _dispatch(self, effect: Dispatch, now: float) -> None:
         ticket = effect.ticket
         live = self.lives.get(ticket.id)
@@ -215,7 +233,7 @@ class Gate:
             self.domain.rejected(ticket.id, effect.attempt, RejectKind.NO_ROOM, now)
             return
         start = inference_pb2.Start(
-            work=live.work,
+            work=live.to_start(),
             grant=self._grant(live, start_by_unix_s),
             traceparent=live.traceparent,
             tracestate=live.tracestate,
@@ -342,7 +360,9 @@ class Gate:
             elif isinstance(effect, Refuse):
                 live = self.lives.get(effect.ticket.id)
                 if live is not None:
-                    live.fail(effect.error, effect.outcome)
+                    live.fail(_came_to(effect.error, live), effect.outcome)
+            elif isinstance(effect, Yield):
+                self._yield(effect, now)
             else:
                 self._abort(effect, now)
         if now >= self._demand_at_s:
@@ -375,13 +395,16 @@ class Gate:
                     self._stop(live, now, live.outcome or Outcome.CANCELLED)
             elif live.over or not live.first_token_s:
                 continue
-            elif now - live.last_token_s > live.inter_token_limit_s:
+            elif live.ticket.state is TicketState.WAITING:
+                continue  # it goes on later: a pause, which the total deadline alone ends
+            elif now - max(live.last_token_s, live.dispatch_s) > live.inter_token_limit_s:
                 error = deadline_exceeded(
                     "INTER_TOKEN_TIMEOUT", "no further token came within the inter-token limit"
                 )
                 live.fail(error, Outcome.INTER_TOKEN_TIMEOUT)
             else:
-                self.domain.progressed(live.ticket.id, live.attempt, live.tokens)
+                made = live.tokens - live.attempt_base
+                self.domain.progressed(live.ticket.id, live.attempt, made)
                 self.quota.progressed(live, now)
 
     def _stop(self, live: LiveRequest, now: float, outcome: Outcome) -> None:
@@ -485,7 +508,7 @@ class Gate:
                     self._lanes[name] = link.lane(name, address)
                 elif self._lanes.pop(name, None) is not None:
                     # What runs there ends as it will; nothing more is started.
-                    self.domain.credit(name, 0, 0, now)
+                    self.domain.cut_off(name, now)
 
     # Ends of attempts.
 
@@ -516,6 +539,9 @@ class Gate:
         if live is not None and result_pb2.FINISH_REASON_ERROR in reasons:
             # Without a status too an error is no answer.
             self.post(lambda now: self._failed(slot, FaultKind.ENGINE_ERROR, now))
+            return
+        if live is not None and result_pb2.FINISH_REASON_UNSPECIFIED in reasons:
+            self.post(lambda now: self._yielded(slot, now))
             return
         if live is not None and result_pb2.FINISH_REASON_CANCELLED in reasons:
             # Nobody here asked for that: the instance goes down.
@@ -561,8 +587,7 @@ class Gate:
         else:
             name = inference_pb2.RejectReason.Name(rejected.reason)
             log.error("an instance rejected a start", instance=live.instance, reason=name)
-            is_down = rejected.reason == inference_pb2.REJECT_REASON_ENGINE_DOWN
-            kind = FaultKind.NOT_SERVING if is_down else FaultKind.PROTOCOL
+            kind = _REFUSALS.get(rejected.reason, FaultKind.PROTOCOL)
             self.post(lambda now: self._failed(slot, kind, now))
 
     def _lapsed(self, live: LiveRequest, attempt: int, now: float) -> None:
@@ -582,6 +607,16 @@ class Gate:
         live.fail(error, Outcome.INSTANCE_FAILED)
         self.domain.ended(live.ticket.id, attempt, now, Outcome.INSTANCE_FAILED)
 
+    def _yielded(self, slot: Slot, now: float) -> None:
+        """An instance stopped a request without an end of its own."""
+        live = slot.live
+        if live is None or live.over:
+            self.domain.ended(slot.ticket_id, slot.domain_attempt, now)
+            return
+        asked = self.domain.yielded(slot.ticket_id, slot.domain_attempt, now, live.tokens)
+        if asked == "unasked":
+            self._failed(slot, FaultKind.PROTOCOL, now)
+
     def _failed(
         self, slot: Slot, kind: FaultKind, now: float, error: SluiceError | None = None
     ) -> None:
@@ -600,16 +635,22 @@ class Gate:
         error: SluiceError | None,
     ) -> None:
         """An attempt failed: the domain places it elsewhere, or it ends with a typed error."""
-        delivered = live.first_token_s > 0
+        delivered = max(live.tokens, live.first_token_s > 0)
         final = self.domain.failed(live.ticket.id, attempt, kind, now, delivered)
         if isinstance(final, Refusal):
             final.metadata = {
                 **final.metadata,
                 "instance": live.instance,
                 "cause": error.reason if error is not None else "INSTANCE_LOST",
-                "delivered_tokens": str(live.tokens),
             }
-            live.fail(final, final.outcome)
+            live.fail(_came_to(final, live), final.outcome)
+
+
+def _came_to(error: SluiceError, live: LiveRequest) -> SluiceError:
+    """The error, saying how far a request came that ends in mid-stream."""
+    if live.first_token_s or (isinstance(error, Refusal) and error.reason == "INSTANCE_LOST"):
+        error.metadata = {**error.metadata, "delivered_tokens": str(live.tokens)}
+    return error
 
 
 def _link_of(lane: Lane, links: Iterable[ExecutionLink]) -> ExecutionLink | None:

@@ -122,6 +122,22 @@ class Lane:
         self._wake(self)
         return True
 
+    def stop(self, ticket_id: TicketId, domain_attempt: int) -> bool:
+        """Asks the instance to stop a request that goes on later: its output is taken until its
+        end arrives. Returns as :meth:`cancel` does."""
+        number = self._by_ticket.get(ticket_id)
+        slot = self._slots.get(number) if number is not None else None
+        if number is None or slot is None or slot.domain_attempt != domain_attempt:
+            return False
+        if slot.start is not None:
+            self._starts.remove(number)
+            self.free(number)
+            return False
+        # UNSPECIFIED is a yield.
+        self._cancels.append(inference_pb2.Cancel(slot=number, attempt=slot.attempt))
+        self._wake(self)
+        return True
+
     def cancel_stray(self, number: int, attempt: int) -> None:
         """Aborts a start that this lane has forgotten; see :meth:`take_all`."""
         self._cancels.append(inference_pb2.Cancel(slot=number, attempt=attempt))

@@ -12,9 +12,11 @@ engine's ``ended``) or by :meth:`fail` (a typed error), whichever is first.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from typing import Final
 
+from scheduler_svc.domain.continuation import TAIL_BYTES_MAX, tail_of
 from scheduler_svc.domain.flush import FlushBudget
 from scheduler_svc.domain.model import InstanceName, Outcome, Ticket
 from scheduler_svc.domain.quota import Reservation
@@ -31,6 +33,37 @@ TEXT_CHARS_MAX: Final = 1024 * 1024
 and log probabilities that were asked for count too, as so many characters of four bytes."""
 
 CHAR_BYTES_MAX: Final = 4
+
+_TAIL_CHARS: Final = 4 * TAIL_BYTES_MAX
+"""The tail of a text is cut when it has grown to this: once in so many characters."""
+
+
+class Kept:
+    """What another attempt needs to go on with an output: its token ids, the bytes of its text and
+    the end of it. 4 bytes a token, and at most 4 KiB of text."""
+
+    __slots__ = ("tail", "text_bytes", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids = array("I")
+        self.text_bytes = 0
+        self.tail = ""
+
+    def append(self, text: str) -> None:
+        """More text of the output."""
+        self.text_bytes += len(text) if text.isascii() else len(text.encode())
+        self.tail += text
+        if len(self.tail) > _TAIL_CHARS:
+            self.tail = self.tail[-TAIL_BYTES_MAX:]
+
+    def continuation(self, fingerprint: str) -> inference_pb2.Continuation:
+        """The message for an instance whose model has the fingerprint."""
+        return inference_pb2.Continuation(
+            output_token_ids=self.token_ids,
+            delivered_text_bytes=self.text_bytes,
+            delivered_text_tail=tail_of(self.tail),
+            model_fingerprint=fingerprint,
+        )
 
 
 class Output:
@@ -55,6 +88,7 @@ class LiveRequest:
     """A request that was admitted and has not ended; see the module's docstring."""
 
     __slots__ = (
+        "_first_due",
         "_flush",
         "_flush_at_s",
         "_loop",
@@ -64,6 +98,7 @@ class LiveRequest:
         "abandon",
         "accepted",
         "attempt",
+        "attempt_base",
         "buffer_chars_max",
         "dispatch_s",
         "ended",
@@ -71,6 +106,7 @@ class LiveRequest:
         "first_token_s",
         "instance",
         "inter_token_limit_s",
+        "kept",
         "last_token_s",
         "outcome",
         "outputs",
@@ -78,9 +114,11 @@ class LiveRequest:
         "pending_chars",
         "progress_told_s",
         "prompt_tokens",
+        "queue_s",
         "quota",
         "quota_closed",
         "quota_lapses",
+        "sequence",
         "simulated",
         "started_due",
         "ticket",
@@ -119,7 +157,10 @@ class LiveRequest:
         self.buffer_chars_max = TEXT_CHARS_MAX if whole else STREAM_BUFFER_CHARS_MAX
         self.outputs = [Output() for _ in range(max(1, work.sampling.n))]
         self.pending_chars = 0
+        self.kept = Kept() if ticket.continuable else None
         self.attempt = 0
+        self.attempt_base = 0
+        self.sequence = 0
         self.instance = InstanceName("")
         self.accepted: inference_pb2.Accepted | None = None
         self.prompt_tokens = 0
@@ -135,12 +176,14 @@ class LiveRequest:
         self.error: SluiceError | None = None
         self.outcome: Outcome | None = None
         self.dispatch_s = 0.0
+        self.queue_s = 0.0
         self.first_token_s = 0.0
         self.last_token_s = 0.0
         self.write_began_s = 0.0
         self.written_to = False
         self._flush = flush
         self._flush_at_s = 0.0
+        self._first_due = False
         self._loop = loop
         self._on_first_token: Callable[[LiveRequest], None] = _ignore
         self._timer: asyncio.TimerHandle | None = None
@@ -165,16 +208,40 @@ class LiveRequest:
         now: float,
         on_first_token: Callable[[LiveRequest], None],
     ) -> None:
-        """It was sent to an instance. ``on_first_token`` is called once, with the first output."""
+        """It was sent to an instance. ``on_first_token`` is called once, with the first output of
+        this attempt."""
         self.instance = instance
         self.attempt = attempt
+        self.attempt_base = self.tokens
+        self._first_due = True
         self._on_first_token = on_first_token
-        self.dispatch_s = self.last_token_s = now
+        self.dispatch_s = now
+        if not self.first_token_s:
+            self.queue_s = now - self.ticket.arrival_s
         if self.unary:
             self._wake()
         elif not (self.whole or self.written_to):
             self.written_to = True
             self._flush.begin(self.ticket.priority_class)
+
+    def to_start(self) -> inference_pb2.Work:
+        """What the next attempt is to do: the work, or what is left of it. A copy is made only for
+        a request that goes on."""
+        if self.kept is None or not self.kept.token_ids:
+            return self.work
+        assert self.ticket.fingerprint is not None
+        work = inference_pb2.Work()
+        work.CopyFrom(self.work)
+        work.continuation.CopyFrom(self.kept.continuation(self.ticket.fingerprint))
+        return work
+
+    def usage(self) -> result_pb2.Usage:
+        """Exact counts over all attempts: the prompt once, and every output token."""
+        assert self.ended is not None
+        usage = result_pb2.Usage()
+        usage.CopyFrom(self.ended.usage)
+        usage.completion_tokens += self.attempt_base
+        return usage
 
     def accept(self, accepted: inference_pb2.Accepted) -> None:
         """An instance took it: ``started`` is due, once per request."""
@@ -201,16 +268,24 @@ class LiveRequest:
         output.tokens += len(token_ids)
         if self.want_token_ids:
             output.token_ids.extend(token_ids)
-        if text := delta.text:
+        text = delta.text
+        if text:
             output.parts.append(text)
             self.pending_chars += len(text)
+        kept = self.kept
+        if kept is not None:
+            kept.token_ids.extend(token_ids)
+            if text:
+                kept.append(text)
         if delta.logprobs:
             output.logprobs.extend(delta.logprobs)
         if self.whole:
             self._count_beside_text(delta)
         self.last_token_s = now
-        if not self.first_token_s:
-            self.first_token_s = now
+        if self._first_due:
+            self._first_due = False
+            if not self.first_token_s:
+                self.first_token_s = now
             self._on_first_token(self)
         if self.pending_chars > self.buffer_chars_max:
             self._overflow()

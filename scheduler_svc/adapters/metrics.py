@@ -97,7 +97,7 @@ class SchedulerMetrics:
         total_s = now - ticket.arrival_s
         self._total.record(total_s, {**label, "outcome": outcome.value})
         if live.dispatch_s:
-            self._queue.record(live.dispatch_s - ticket.arrival_s, label)
+            self._queue.record(live.queue_s, label)
         if live.first_token_s:
             self._ttft.record(live.first_token_s - ticket.arrival_s, label)
             gaps = max(output.tokens for output in live.outputs) - 1
@@ -116,7 +116,7 @@ class SchedulerMetrics:
         """The wait in the queue as a span. It is known only at the end: the dispatch that counted
         is the last one, and a request may leave the queue without any."""
         unix_ns = time.time_ns()
-        left_s = live.dispatch_s or now
+        left_s = live.ticket.arrival_s + live.queue_s if live.dispatch_s else now
         queue = self._telemetry.span(
             names.SPAN_QUEUE,
             request.traceparent,
@@ -136,7 +136,7 @@ class SchedulerMetrics:
             span.set(names.ATTR_INPUT_TOKENS, live.accepted.prompt_tokens)
             span.set(names.ATTR_CACHED_TOKENS, live.accepted.cached_tokens)
         if live.dispatch_s:
-            span.set(names.ATTR_QUEUE_MS, (live.dispatch_s - ticket.arrival_s) * 1e3)
+            span.set(names.ATTR_QUEUE_MS, live.queue_s * 1e3)
         if live.first_token_s:
             span.set(names.ATTR_TTFT_MS, (live.first_token_s - ticket.arrival_s) * 1e3)
 

@@ -136,7 +136,6 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         live, field = self._generation(request, context, whole=False)
         await self._reserve(live)
         async with self._served(live, field):
-            sequence = 0
             over = False
             while not over:
                 await live.ready()
@@ -153,8 +152,8 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
                 if live.ended is not None:
                     messages.append(finished(live, now, self._cost(live)))
                 for message in messages:
-                    sequence += 1
-                    message.sequence = sequence
+                    live.sequence += 1
+                    message.sequence = live.sequence
                     live.write_began_s = self._loop.time()
                     await context.write(message)
                     live.write_began_s = 0.0
@@ -251,6 +250,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             ticket.output_tokens = output.count * domain.expected_output_tokens(
                 caller.tenant.name, model, output.tokens_max
             )
+            ticket.continuable = translate.obstacle_of(request.sampling) is None
             if request.HasField("first_token_limit"):
                 limit = request.first_token_limit
                 asked_s = limit.seconds + limit.nanos / 1e9
@@ -368,6 +368,10 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._gate.admit(live)
             yield
             if live.error is not None:
+                if live.first_token_s and live.sequence:
+                    # What a client needs to see that it has all that there was.
+                    sequence = {"last_sequence": str(live.sequence)}
+                    live.error.metadata = {**live.error.metadata, **sequence}
                 raise translate.public_error(live.error, field)
             outcome = Outcome.FINISHED
         except SluiceError:

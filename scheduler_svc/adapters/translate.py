@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from scheduler_svc.domain.continuation import Obstacle, obstacle
 from scheduler_svc.domain.model import PriorityClass
 from sluice import sampling_rules
 from sluice.common.v1 import policy_pb2, sampling_pb2
@@ -121,6 +122,18 @@ def check_sampling(sampling: sampling_pb2.SamplingParams) -> Output:
         sampling_rules.check_constraint(kind, value.values if kind == "choice" else value)
     default = max(DEFAULT_MAX_TOKENS, values.get("min_tokens", 0))
     return Output(values.get("n", 1), values.get("max_tokens", default))
+
+
+def obstacle_of(sampling: sampling_pb2.SamplingParams) -> Obstacle | None:
+    """What keeps an output sampled so from going on elsewhere, if anything does."""
+    return obstacle(
+        seeded=sampling.HasField("seed"),
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        structured=sampling.HasField("structured_output"),
+        outputs=sampling.n if sampling.HasField("n") else 1,
+        logprobs=sampling.HasField("logprobs"),
+    )
 
 
 def work_for(

@@ -48,7 +48,9 @@ class BreakerState(Enum):
     HALF_OPEN = "half_open"
 
 
-_NEUTRAL_KINDS: Final = frozenset((FaultKind.LOST_RELAY, FaultKind.GOING_DOWN))
+_NEUTRAL_KINDS: Final = frozenset(
+    (FaultKind.LOST_RELAY, FaultKind.GOING_DOWN, FaultKind.FINGERPRINT)
+)
 _FAULT_ENDS: Final = frozenset((Outcome.INTER_TOKEN_TIMEOUT, Outcome.INSTANCE_FAILED))
 
 

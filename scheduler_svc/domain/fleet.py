@@ -48,7 +48,8 @@ class Instance:
 
     ``foreign_*``: what it was reported to run beyond what this scheduler had there. Credits are
     ``None`` until the first one. ``paused_until_s``: it said NO_ROOM. ``barred``: by somebody's
-    word, apart from its ``breaker``.
+    word, apart from its ``breaker``. ``draining``: it says so itself; ``drained_by_hand``: an
+    operator does.
     ``ecc_errors_first``: what its GPUs had counted when this engine was first seen."""
 
     name: InstanceName
@@ -60,6 +61,7 @@ class Instance:
     unreachable_reason: str = ""
     silent: bool = False  # unreachable because it did not answer its load watch
     draining: bool = False
+    drained_by_hand: bool = False
     removed: bool = False
     stale: bool = False
     credit_sequences: int | None = None
@@ -71,6 +73,11 @@ class Instance:
     step_s: float = DEFAULT_STEP_S
     barred: bool = False
     ecc_errors_first: int | None = None
+
+    @property
+    def drains(self) -> bool:
+        """Whether it starts nothing more, for whatever reason."""
+        return self.draining or self.drained_by_hand
 
     @property
     def gpu_fault(self) -> bool:
@@ -100,9 +107,14 @@ class Fleet:
         self._cooling: set[InstanceName] = set()  # with an open breaker
         self._probed: set[InstanceName] = set()  # with a half-open one
         self._stale_from_s = inf  # no report goes stale before; reports only move it on
+        self._draining: set[InstanceName] = set()
+        self._fingerprints: Counter[str] = Counter()
+        self._fingerprint_ids: dict[str, int] = {}
+        self._next_fingerprint_id = 1
         self._usable: dict[Line, Mask] = {}
         self._all = {
             "model_id": np.zeros(size),
+            "fingerprint_id": np.zeros(size),
             "serves_generate": np.zeros(size),
             "serves_embed": np.zeros(size),
             "stale_at_s": np.full(size, inf),
@@ -145,6 +157,15 @@ class Fleet:
         """Whether any instance, usable or not, can serve it when it is up."""
         return line in self._lines
 
+    def draining(self) -> list[Instance]:
+        """Instances that start nothing more, by their own word or an operator's."""
+        return [self._by_name[name] for name in sorted(self._draining)]
+
+    def with_fingerprint(self, fingerprint: str) -> Mask:
+        """Rows whose model has the fingerprint, usable or not."""
+        mask: Mask = self._fingerprint_id == self._fingerprint_ids.get(fingerprint, -1)
+        return mask
+
     def free_for(self, line: Line) -> float:
         """Sequences that may still start on usable rows of a line."""
         free = self.free_sequences if line[1] is WorkKind.GENERATE else self._free_uncredited
@@ -177,6 +198,10 @@ class Fleet:
         if kind is WorkKind.GENERATE:
             prefill &= self.free_kv_tokens >= kv_tokens
         return prefill
+
+    def has_prefill(self, row: int, to_read: int) -> bool:
+        """Whether so many prompt tokens may be added to those outstanding on a row."""
+        return bool(self._free_prefill_tokens[row] >= to_read)
 
     def has_memory(self, row: int, kind: WorkKind, to_read: int, kv_tokens: int) -> bool:
         """``with_memory`` for one row."""
@@ -289,6 +314,11 @@ class Fleet:
         instance.draining = True
         self._reopen(instance)
 
+    def drain_by_hand(self, instance: Instance, drain: bool) -> None:
+        """It starts nothing more until this is taken back."""
+        instance.drained_by_hand = drain
+        self._reopen(instance)
+
     def remove(self, instance: Instance) -> None:
         """It leaves the fleet, at once or when the last ticket there has ended."""
         instance.removed = True
@@ -355,11 +385,16 @@ class Fleet:
         """Columns equal what they are made of. O(rows), for tests."""
         assert len(self._by_name) + len(self._free_rows) == self._limits.instances_max
         models: Counter[str] = Counter()
+        fingerprints: Counter[str] = Counter()
         lines: Counter[Line] = Counter()
         for name, instance in self._by_name.items():
             assert self._by_row[instance.row] is instance
             assert instance.name == name
             models[instance.report.model] += 1
+            fingerprints[instance.report.fingerprint] += 1
+            same = self.with_fingerprint(instance.report.fingerprint)
+            assert same[instance.row]
+            assert instance.drains == (name in self._draining)
             lines.update(_lines(instance.report))
             before = {key: column[instance.row] for key, column in self._all.items()}
             self.refresh_row(instance.row)
@@ -370,6 +405,9 @@ class Fleet:
         assert lines == self._lines
         assert all(count > 0 for count in (*self._models.values(), *self._lines.values()))
         assert set(self._model_ids) == set(models)
+        assert fingerprints == self._fingerprints
+        assert set(self._fingerprint_ids) == set(fingerprints)
+        assert self._draining <= set(self._by_name)
         assert {line[0] for line in self._usable} <= set(models)
         assert (self._paused | self._cooling | self._probed) <= set(self._by_name)
         for name, instance in self._by_name.items():
@@ -446,7 +484,7 @@ class Fleet:
         fresh = self._limits.stale_open or not instance.stale
         open_ = (
             report.serving
-            and not instance.draining
+            and not instance.drains
             and instance.reachable
             and not instance.removed
             and not instance.barred
@@ -462,6 +500,11 @@ class Fleet:
         if state != (self._model_id[row], self._serves_generate[row], self._serves_embed[row]):
             self._model_id[row], self._serves_generate[row], self._serves_embed[row] = state
             self._usable.clear()
+        self._fingerprint_id[row] = self._fingerprint_ids[report.fingerprint]
+        if instance.drains:
+            self._draining.add(instance.name)
+        else:
+            self._draining.discard(instance.name)
         if not instance.stale:
             self._stale_at_s[row] = instance.report_s + self._limits.report_stale_s
             self._stale_from_s = min(self._stale_from_s, float(self._stale_at_s[row]))
@@ -501,6 +544,7 @@ class Fleet:
         self._resume(instance)
         self._cooling.discard(instance.name)
         self._probed.discard(instance.name)
+        self._draining.discard(instance.name)
         del self._by_name[instance.name]
         self._by_row[row] = None
         heappush(self._free_rows, row)
@@ -514,6 +558,10 @@ class Fleet:
     def _enter(self, report: InstanceReport) -> None:
         self._models[report.model] += 1
         self._lines.update(_lines(report))
+        self._fingerprints[report.fingerprint] += 1
+        if report.fingerprint not in self._fingerprint_ids:
+            self._fingerprint_ids[report.fingerprint] = self._next_fingerprint_id
+            self._next_fingerprint_id += 1
         if report.model not in self._model_ids:
             self._model_ids[report.model] = self._next_model_id
             self._next_model_id += 1
@@ -521,6 +569,10 @@ class Fleet:
     def _leave(self, report: InstanceReport) -> None:
         self._models[report.model] -= 1
         self._lines.subtract(_lines(report))
+        self._fingerprints[report.fingerprint] -= 1
+        if not self._fingerprints[report.fingerprint]:
+            del self._fingerprints[report.fingerprint]
+            del self._fingerprint_ids[report.fingerprint]  # ids are never reused
         for line in _lines(report):
             if not self._lines[line]:
                 del self._lines[line]
@@ -536,6 +588,7 @@ class Fleet:
             return self._all[name][:rows]
 
         self._model_id = column("model_id")
+        self._fingerprint_id = column("fingerprint_id")
         self._serves_generate = column("serves_generate")
         self._serves_embed = column("serves_embed")
         self._stale_at_s = column("stale_at_s")

@@ -19,7 +19,8 @@ class Hold:
 
     ``prefill_tokens``: prompt tokens still to be read, 0 from the first token on.
     ``output_tokens``: output tokens still expected. ``kv_tokens``: KV tokens set aside for its
-    expected end, in whole blocks. ``kv_held``: KV tokens that it holds by now, estimated."""
+    expected end, in whole blocks. ``kv_held``: KV tokens that it holds by now, estimated.
+    ``leaving``: it was told to stop, and its room will be free at once."""
 
     row: int
     line: Line
@@ -27,6 +28,7 @@ class Hold:
     output_tokens: int
     kv_tokens: int
     kv_held: int
+    leaving: bool = False
 
 
 @dataclass(slots=True)
@@ -66,6 +68,7 @@ class Ledger:
         self._holds: dict[TicketId, Hold] = {}
         self._loads = [Load() for _ in range(rows_max)]
         self._running: Counter[Line] = Counter()
+        self._leaving: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._holds)
@@ -77,6 +80,21 @@ class Ledger:
         """Tickets of a line that hold room anywhere."""
         return self._running[line]
 
+    def hold(self, ticket_id: TicketId) -> Hold:
+        """What a ticket that holds room counts for."""
+        return self._holds[ticket_id]
+
+    def leave(self, ticket_id: TicketId) -> None:
+        """The ticket was told to stop. Idempotent."""
+        hold = self._holds[ticket_id]
+        if not hold.leaving:
+            hold.leaving = True
+            self._leaving[hold.row] += 1
+
+    def leaving(self) -> Counter[int]:
+        """Tickets that were told to stop and hold room still, by row. Do not write to it."""
+        return self._leaving
+
     def take(
         self, ticket: Ticket, row: int, block: int, kv_max: int, cached_tokens: int = 0
     ) -> None:
@@ -84,15 +102,15 @@ class Ledger:
         KV memory (0: it has none): no ticket counts for more than all of it. ``cached_tokens``: of
         the prompt, expected in the instance's cache; ``correct`` says what was there."""
         assert ticket.id not in self._holds, "taken twice"
-        assert not cached_tokens or cached_tokens < ticket.prompt_tokens
+        assert not cached_tokens or cached_tokens < ticket.read_tokens
         kv_tokens = _blocks(ticket.kv_tokens, block)
         hold = Hold(
             row=row,
             line=ticket.line,
-            prefill_tokens=ticket.prompt_tokens - cached_tokens,
-            output_tokens=ticket.output_tokens,
+            prefill_tokens=ticket.read_tokens - cached_tokens,
+            output_tokens=ticket.output_left,
             kv_tokens=min(kv_tokens, kv_max) if kv_max else 0,
-            kv_held=min(_blocks(ticket.prompt_tokens, block), kv_max),
+            kv_held=min(_blocks(ticket.read_tokens, block), kv_max),
         )
         self._holds[ticket.id] = hold
         self._running[ticket.line] += 1
@@ -109,7 +127,7 @@ class Ledger:
     def correct(self, ticket: Ticket, cached_tokens: int, block: int, kv_max: int) -> None:
         """``ticket.prompt_tokens`` is exact now; the cached part of it needs no reading."""
         hold = self._holds[ticket.id]
-        to_read = max(0, ticket.prompt_tokens - cached_tokens) if hold.prefill_tokens else 0
+        to_read = max(0, ticket.read_tokens - cached_tokens) if hold.prefill_tokens else 0
         self._change(hold, prefill_tokens=to_read)
         self._grow(hold, ticket, block, kv_max)
 
@@ -121,7 +139,7 @@ class Ledger:
         """``ticket.generated_tokens`` has grown. Past its expected end a ticket counts as one token
         from its end, always: it may end with every step."""
         hold = self._holds[ticket.id]
-        left = max(1, ticket.output_tokens - ticket.generated_tokens)
+        left = max(1, ticket.output_left - ticket.generated_tokens)
         self._change(hold, output_tokens=min(hold.output_tokens, left))
         self._grow(hold, ticket, block, kv_max)
 
@@ -133,6 +151,10 @@ class Ledger:
         load = self._loads[hold.row]
         load.sequences -= 1
         load.tickets.remove(ticket_id)
+        if hold.leaving:
+            self._leaving[hold.row] -= 1
+            if not self._leaving[hold.row]:
+                del self._leaving[hold.row]
         self._running[hold.line] -= 1
         if not self._running[hold.line]:
             del self._running[hold.line]  # bounded by what runs
@@ -157,11 +179,13 @@ class Ledger:
             assert load.sequences_peak >= load.sequences
             assert load.kv_peak >= load.kv_held
         assert self._running == Counter(hold.line for hold in self._holds.values())
+        leaving = (hold.row for hold in self._holds.values() if hold.leaving)
+        assert self._leaving == Counter(leaving)
 
     def _grow(self, hold: Hold, ticket: Ticket, block: int, kv_max: int) -> None:
         if not kv_max:
             return
-        held = _blocks(ticket.prompt_tokens + ticket.generated_tokens, block)
+        held = _blocks(ticket.read_tokens + ticket.generated_tokens, block)
         expected = max(held, _blocks(ticket.kv_tokens, block))
         self._change(hold, kv_tokens=min(expected, kv_max), kv_held=min(held, kv_max))
         load = self._loads[hold.row]

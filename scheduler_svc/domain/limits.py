@@ -85,6 +85,23 @@ class SchedulerLimits:
 
     # Attempts on instances that fail before the first token.
     attempts_max: int = 3
+    # How often a request that was begun goes on after a failure.
+    migrations_max: int = 5
+    # How often a ticket may give its place away (to a higher class, or to a lowered credit), and
+    # how long it has run at least before each time: it gets somewhere, whatever happens.
+    yields_max: int = 4
+    yield_run_min_s: float = 1.0
+    # A waiting ticket takes the place of another after this long: room that comes free by itself
+    # within it is used first. At most so many do at once, of so many that run and were looked at.
+    preemption_wait_s: float = 0.1
+    preemptions_per_look: int = 8
+    preemption_candidates_max: int = 1_024
+    # Nothing is looked at again for yields before this time.
+    yield_look_s: float = 0.1
+    # An instance that holds more than its credit is given so long to end something by itself.
+    credit_grace_s: float = 0.25
+    # What is expected to run for longer on an instance that drains goes on elsewhere.
+    drain_run_max_s: float = 5.0
     # The instance itself ends a running ticket at its deadline; this much later the scheduler does.
     deadline_grace_s: float = 0.05
     # How long tickets wait for a known model that no instance can serve now (restart of an engine).

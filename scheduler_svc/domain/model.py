@@ -76,6 +76,7 @@ class FaultKind(Enum):
     PROTOCOL = "protocol"  # the instance broke the protocol, or refused what it should not
     FIRST_TOKEN_TIMEOUT = "first_token_timeout"  # noqa: S105 - a count of words, not a secret
     INTER_TOKEN_TIMEOUT = "inter_token_timeout"  # noqa: S105
+    FINGERPRINT = "fingerprint"  # it cannot go on with what another model began; neutral
     GOING_DOWN = "going_down"  # the instance stops in order, and ended what it ran
 
 
@@ -90,11 +91,13 @@ Line = tuple[str, WorkKind]  # model and kind: what waits for the same instances
 
 
 class TicketState(Enum):
-    """Where a ticket is. ``LOST`` is running on an instance that is gone, until ``failed``."""
+    """Where a ticket is. ``LOST`` is running on an instance that is gone, until ``failed``.
+    ``YIELDING`` runs on until the instance confirms that it stopped, and then waits again."""
 
     NEW = "new"
     WAITING = "waiting"
     RUNNING = "running"
+    YIELDING = "yielding"
     LOST = "lost"
     ABORTING = "aborting"
     ENDED = "ended"
@@ -148,8 +151,10 @@ class Ticket:
     ``fingerprint``: of the model that began the output; only instances with the same one may go on
     with it. ``None``: nothing was begun. ``resumed_tokens``: output tokens that earlier attempts
     made; the next attempt reads them again, as part of its prompt, and they stay part of the
-    output. ``migrations`` counts the times it went on elsewhere after its first token,
-    ``yields`` the times it gave its place away.
+    output. ``migrations`` counts the times that it went on after a failure, ``yields`` those that
+    it gave its place away, ``yielded_s`` the time of the last one. ``ran_s``: seconds on instances
+    before this attempt. ``generated_tokens`` and ``first_token`` are about this attempt alone.
+    ``stranded``: it waits, and when last looked no instance could go on with it.
     """
 
     id: TicketId
@@ -174,6 +179,9 @@ class Ticket:
     resumed_tokens: int = field(default=0, init=False)
     migrations: int = field(default=0, init=False)
     yields: int = field(default=0, init=False)
+    yielded_s: float = field(default=0.0, init=False)
+    ran_s: float = field(default=0.0, init=False)
+    stranded: bool = field(default=False, init=False)
     state: TicketState = field(default=TicketState.NEW, init=False)
     attempt: int = field(default=0, init=False)
     row: int = field(default=-1, init=False)
@@ -199,13 +207,33 @@ class Ticket:
 
     @property
     def due_s(self) -> float:
-        """The time by which the first token must be there."""
+        """The time by which the first token must be there; of what was begun, the end."""
+        if self.resumed_tokens:
+            return self.deadline_s
         return min(self.deadline_s, self.first_token_limit_s)
+
+    @property
+    def read_tokens(self) -> int:
+        """What an attempt reads: the prompt, and the output of earlier attempts."""
+        return self.prompt_tokens + self.resumed_tokens
+
+    @property
+    def output_left(self) -> int:
+        """Output tokens expected of this attempt; at least one of what has any."""
+        if not self.output_tokens:
+            return 0
+        return max(1, self.output_tokens - self.resumed_tokens)
+
+    @property
+    def reread_tokens(self) -> int:
+        """Tokens that would be read again if it stopped now: the price of a yield."""
+        return self.prompt_tokens + self.resumed_tokens + self.generated_tokens
 
     @property
     def kv_tokens(self) -> int:
         """KV tokens held at its expected end; at least one, never below what it holds."""
-        return max(1, self.prompt_tokens + max(self.output_tokens, self.generated_tokens))
+        done = self.resumed_tokens + self.generated_tokens
+        return max(1, self.prompt_tokens + max(self.output_tokens, done))
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +310,18 @@ class Abort:
     error: SluiceError | None = None
 
 
-Effect = Dispatch | Refuse | Abort
+@dataclass(frozen=True, slots=True)
+class Yield:
+    """Stop the attempt on the instance; the ticket goes on later, there or elsewhere. Its room
+    stays taken until ``yielded`` says how far it came (or it ended by itself meanwhile, or
+    failed). The client hears nothing of it."""
+
+    ticket: Ticket
+    instance: InstanceName
+    attempt: int
+
+
+Effect = Dispatch | Refuse | Abort | Yield
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ ledger, the fleet and the timers. Synchronous and single-threaded: the owner tas
 carries out the effects; time is passed in. After any call but ``turn`` something may be placeable:
 the owner calls ``turn`` soon, and at :meth:`Scheduler.next_wakeup`.
 
-A ticket: NEW -> WAITING -> RUNNING -> ENDED; from RUNNING back to WAITING (rejected, or failed
-before the first token), to LOST (its stream broke; ``failed`` decides) or to ABORTING (cancelled or
-too late; the room is taken until the instance confirms). Events for another attempt than the
-current one are stale and change nothing.
+A ticket: NEW -> WAITING -> RUNNING -> ENDED; from RUNNING back to WAITING (rejected, or failed and
+to be placed again), to LOST (its stream broke; ``failed`` decides), to YIELDING (its place is
+wanted; WAITING again when the instance confirms) or to ABORTING (cancelled or too late; the room is
+taken until the instance confirms). Events for another attempt than the current one are stale and
+change nothing.
 """
 
 from __future__ import annotations
@@ -51,15 +52,18 @@ from scheduler_svc.domain.model import (
     TicketId,
     TicketState,
     WorkKind,
+    Yield,
 )
 from scheduler_svc.domain.prefix_blocks import PrefixBlock, PrefixBlocks
 from scheduler_svc.domain.prefix_index import PrefixIndex
 from scheduler_svc.domain.queue import TicketQueue
 from scheduler_svc.domain.snapshot import InstanceStatus, Snapshot
-from scheduler_svc.domain.turn import Scan, side_by_side
+from scheduler_svc.domain.turn import Scan, allowed_rows, side_by_side
+from scheduler_svc.domain.yielding import Yields
 from scheduler_svc.ports import PlacementPolicy
 
-_HOLDS_ROOM = (TicketState.RUNNING, TicketState.ABORTING)
+_RUNS = (TicketState.RUNNING, TicketState.YIELDING)
+_HOLDS_ROOM = (*_RUNS, TicketState.ABORTING)
 
 
 class Scheduler:
@@ -85,6 +89,7 @@ class Scheduler:
         self._closed = Closed(self._fleet, limits)
         self._timers: LazyHeap[Ticket] = LazyHeap()
         self._admission = Admission(limits, self._queue, self._ledger, self._fleet, self._estimates)
+        self._yields = Yields(limits, self._queue, self._ledger, self._fleet, self._tickets)
         self._draining = False
         self._submitted = 0
         self._outcomes: Counter[Outcome] = Counter()
@@ -128,6 +133,7 @@ class Scheduler:
         self._look(now)
         self._expire(now, effects)
         self._place(now, effects)
+        effects += [self._yield(ticket, now) for ticket in self._yields.look(now)]
         return effects
 
     def cancel(
@@ -138,7 +144,7 @@ class Scheduler:
         ticket = self._tickets.get(ticket_id)
         if ticket is None or ticket.state is TicketState.ABORTING:
             return None
-        if ticket.state is TicketState.RUNNING:
+        if ticket.state in _RUNS:
             return self._abort(ticket, outcome, None, now)
         if ticket.state is TicketState.WAITING:
             self._queue.leave(ticket, served=False)
@@ -162,7 +168,7 @@ class Scheduler:
         self._fleet.refresh_row(ticket.row)
 
     def first_token(self, ticket_id: TicketId, attempt: int, now: float) -> None:
-        """The engine made the first token; from here on only the total deadline counts."""
+        """The attempt made its first token; from here on only the total deadline counts."""
         ticket = self._holding(ticket_id, attempt)
         if ticket is None or ticket.first_token:
             return
@@ -170,7 +176,7 @@ class Scheduler:
         self._judge_first_token(ticket, now)
         self._ledger.first_token(ticket)
         self._fleet.refresh_row(ticket.row)
-        if ticket.state is TicketState.RUNNING:
+        if ticket.state in _RUNS:
             self._watch_running(ticket)
 
     def progressed(self, ticket_id: TicketId, attempt: int, tokens: int) -> None:
@@ -227,16 +233,19 @@ class Scheduler:
             outcome = ticket.abort_outcome or outcome
         elif outcome is Outcome.FINISHED:
             tokens = ticket.generated_tokens if output_tokens is None else output_tokens
-            self._estimates.saw_end(ticket, tokens, now - ticket.dispatched_s)
+            ran_s = ticket.ran_s + now - ticket.dispatched_s
+            self._estimates.saw_end(ticket, ticket.resumed_tokens + tokens, ran_s)
         self._finish(ticket, outcome)
 
     def failed(
-        self, ticket_id: TicketId, attempt: int, kind: FaultKind, now: float, delivered: bool
+        self, ticket_id: TicketId, attempt: int, kind: FaultKind, now: float, delivered: int
     ) -> Literal["requeued", "ended"] | Refusal:
-        """The attempt failed through no fault of the request. Nothing delivered: "requeued" for
-        another instance, ``attempts_max`` times in all. Delivered, or no attempt left: the error
-        for the client. "ended": stale or aborting, so nobody waits for an answer. NOT_SERVING also
-        closes the instance until its next report: more would use up their attempts there."""
+        """The attempt failed through no fault of the request. ``delivered``: output tokens over all
+        attempts so far. None: "requeued" for another instance, ``attempts_max`` times in all. Some:
+        "requeued" to go on with them elsewhere, if it can be, ``migrations_max`` times. Otherwise
+        the error for the client. "ended": stale or aborting, so nobody waits for an answer.
+        NOT_SERVING also closes the instance until its next report: more would use up their attempts
+        there."""
         ticket = self._current(ticket_id, attempt)
         if ticket is None:
             return "ended"
@@ -251,11 +260,39 @@ class Scheduler:
             return "ended"
         _note_end(ticket, "lost", kind.value)
         ticket.attempts += 1
-        if delivered or ticket.attempts >= self._limits.attempts_max:
+        if delivered:
+            again = self._goes_on(ticket, kind)
+            ticket.migrations += again
+            ticket.resumed_tokens = delivered
+        else:
+            again = ticket.attempts < self._limits.attempts_max
+        if not again:
             self._finish(ticket, Outcome.INSTANCE_FAILED)
-            return refusals.instance_lost(ticket, delivered=delivered)
+            return refusals.instance_lost(ticket, delivered=bool(delivered))
         assert ticket.instance is not None
-        ticket.excluded.add(ticket.instance)
+        if not (delivered and kind is FaultKind.LOST_RELAY):
+            ticket.excluded.add(ticket.instance)
+        self._return(ticket, now)
+        return "requeued"
+
+    def yielded(
+        self, ticket_id: TicketId, attempt: int, now: float, delivered: int
+    ) -> Literal["requeued", "ended", "unasked"]:
+        """The instance stopped the attempt without an end of its own. ``delivered``: output tokens
+        over all attempts so far. "requeued": it waits again, to go on with them. "ended": stale or
+        aborting. "unasked": nothing has changed; an instance that stops of itself has failed."""
+        ticket = self._current(ticket_id, attempt)
+        if ticket is None:
+            return "ended"
+        if ticket.state is TicketState.ABORTING:
+            self._free(ticket, now)
+            self._finish(ticket, ticket.abort_outcome or Outcome.CANCELLED)
+            return "ended"
+        if ticket.state is not TicketState.YIELDING:
+            return "unasked"
+        self._judge(ticket, Verdict.NEUTRAL, now)
+        self._free(ticket, now)
+        ticket.resumed_tokens = delivered
         self._return(ticket, now)
         return "requeued"
 
@@ -286,6 +323,14 @@ class Scheduler:
         known = self._fleet.get(instance)
         if known is not None:
             self._fleet.credit(known, sequences, kv_tokens)
+            self._yields.credited(known, now)
+
+    def cut_off(self, instance: InstanceName, now: float) -> None:
+        """There is no way to it for the moment: nothing starts there before its next credit; what
+        runs there, runs on."""
+        known = self._fleet.get(instance)
+        if known is not None:
+            self._fleet.revoke_credit(known)
 
     def unreachable(self, instance: InstanceName, reason: str, now: float) -> None:
         """Its load watch broke: nothing starts there until its next report; what runs, runs on."""
@@ -328,6 +373,14 @@ class Scheduler:
         if known is not None:
             self._fleet.bar(known, barred)
 
+    def drain_instance(self, instance: InstanceName, drain: bool, now: float) -> bool:
+        """An operator closes an instance, or opens it again. What runs there and is expected to
+        run on for long goes on elsewhere, if it can; the rest ends there. False: not known."""
+        known = self._fleet.get(instance)
+        if known is not None:
+            self._fleet.drain_by_hand(known, drain)
+        return known is not None
+
     # --- the rest ------------------------------------------------------------------------------
 
     def drain(self) -> None:
@@ -337,7 +390,7 @@ class Scheduler:
     def next_wakeup(self, now: float) -> float | None:
         """The earliest time at which ``turn`` would change something by time alone."""
         timer = self._timers.peek()
-        times = [None if timer is None else timer[0][0]]
+        times = [None if timer is None else timer[0][0], self._yields.next_s]
         if len(self._queue):
             times += [self._fleet.next_change(), self._admission.next_impatience()]
             times.append(self._holds_until_s)
@@ -408,12 +461,13 @@ class Scheduler:
             load = self._ledger.load(instance.row)
             assert self._engine_time.running(instance.row) == len(load.tickets)
         self._timers.check()
+        self._yields.check()
         states = Counter(ticket.state for ticket in self._tickets.values())
         assert states[TicketState.NEW] == states[TicketState.ENDED] == 0
         assert states[TicketState.WAITING] == len(self._queue)
         assert sum(states[state] for state in _HOLDS_ROOM) == len(self._ledger)
         assert self._submitted == len(self._tickets) + self._outcomes.total()
-        timed = {TicketState.WAITING, TicketState.RUNNING, TicketState.LOST}
+        timed = {TicketState.WAITING, TicketState.LOST, *_RUNS}
         for ticket in self._tickets.values():
             assert (ticket.id in self._timers) == (ticket.state in timed)
         assert len(self._timers) == sum(states[state] for state in timed)
@@ -430,11 +484,13 @@ class Scheduler:
         while (entry := self._timers.peek()) is not None and entry[0][0] <= now:
             self._timers.pop()
             ticket = entry[2]
-            if ticket.state is TicketState.RUNNING:
+            if ticket.state in _RUNS:
                 error = self._too_late_running(ticket, now)
                 effects.append(self._abort(ticket, error.outcome, error, now))
                 continue
-            error = self._admission.too_late(ticket, now)
+            if self._waits_on(ticket, now):
+                continue
+            error = self._too_late_waiting(ticket, now)
             if ticket.state is TicketState.WAITING:
                 self._queue.leave(ticket, served=False)
                 self._note_refusal(ticket, now)
@@ -447,6 +503,8 @@ class Scheduler:
     def _refuse_line(self, line: Line, now: float, effects: list[Effect]) -> None:
         for ticket in sorted(self._queue.tickets(line), key=lambda t: t.id):
             error = self._admission.no_instance(ticket, now)
+            if ticket.resumed_tokens:
+                error = refusals.instance_lost(ticket, delivered=True)
             self._queue.leave(ticket, served=False)
             self._note_refusal(ticket, now)
             effects.append(Refuse(ticket, error.outcome, error))
@@ -494,6 +552,9 @@ class Scheduler:
         if instance.breaker.state is BreakerState.HALF_OPEN:
             self._fleet.judged(instance)
         ticket.passed_over = 0
+        if not ticket.resumed_tokens:
+            ticket.fingerprint = instance.report.fingerprint
+        self._yields.dispatched(ticket)
         self._watch_running(ticket)
         return Dispatch(ticket, instance.name, ticket.attempt)
 
@@ -503,11 +564,17 @@ class Scheduler:
         ticket.state = TicketState.WAITING
         ticket.row = ticket.held_row = -1
         self._queue.push(ticket)
-        self._timers.push(ticket.id, (self._admission.hopeless_at(ticket, now),), ticket)
+        at = self._admission.hopeless_at(ticket, now)
+        if ticket.resumed_tokens:
+            ticket.stranded = False
+            at = min(ticket.deadline_s, now + self._limits.no_instance_wait_s)
+        self._timers.push(ticket.id, (at,), ticket)
 
     def _return(self, ticket: Ticket, now: float) -> None:
-        """Back to the head of its class, as if it had not run."""
+        """Back to the head of its class, as if it had not run, or to go on from where it is."""
         ticket.returned = True
+        if ticket.resumed_tokens:
+            ticket.ran_s += now - ticket.dispatched_s
         ticket.generated_tokens = 0
         ticket.first_token = False
         ticket.held_until_s = None
@@ -516,7 +583,8 @@ class Scheduler:
     def _watch_running(self, ticket: Ticket) -> None:
         """The instance ends it at its deadline; the timer is the backstop, hence the grace."""
         at = ticket.deadline_s + self._limits.deadline_grace_s
-        if not ticket.first_token and ticket.kind is WorkKind.GENERATE:
+        begun = ticket.first_token or ticket.resumed_tokens
+        if not begun and ticket.kind is WorkKind.GENERATE:
             at = min(at, ticket.first_token_limit_s)
         self._timers.push(ticket.id, (at,), ticket)
 
@@ -528,6 +596,7 @@ class Scheduler:
         self._judge(ticket, verdict, now)
         ticket.state = TicketState.ABORTING
         ticket.abort_outcome = outcome
+        self._ledger.leave(ticket.id)
         self._timers.remove(ticket.id)
         return Abort(ticket, ticket.instance, ticket.attempt, outcome, error)
 
@@ -558,11 +627,54 @@ class Scheduler:
         if not instance.breaker.state is before is BreakerState.CLOSED:
             self._fleet.judged(instance)
 
+    def _yield(self, ticket: Ticket, now: float) -> Yield:
+        """Its place is wanted; ``yielded`` puts it back into the queue."""
+        assert ticket.instance is not None
+        assert ticket.state is TicketState.RUNNING
+        ticket.state = TicketState.YIELDING
+        ticket.yields += 1
+        ticket.yielded_s = now
+        self._ledger.leave(ticket.id)
+        return Yield(ticket, ticket.instance, ticket.attempt)
+
+    def _goes_on(self, ticket: Ticket, kind: FaultKind) -> bool:
+        """Whether what was begun may go on after a failure: on another instance that has the model
+        which began it, be it down for the moment. Losing the relay says nothing of the instance."""
+        if not ticket.continuable or ticket.migrations >= self._limits.migrations_max:
+            return False
+        failed = None if kind is FaultKind.LOST_RELAY else ticket.instance
+        return any(
+            instance.name != failed
+            and not instance.removed
+            and instance.report.model == ticket.model
+            and instance.report.fingerprint == ticket.fingerprint
+            for instance in self._fleet.instances()
+        )
+
+    def _waits_on(self, ticket: Ticket, now: float) -> bool:
+        """Whether a ticket that was begun and waits may wait on: one whose model was to be had
+        nowhere at two looks in a row is given up. Others of its line may be served meanwhile."""
+        if not ticket.resumed_tokens or ticket.state is not TicketState.WAITING:
+            return False
+        usable = allowed_rows(ticket, self._fleet, self._fleet.usable(ticket.line)).any()
+        if ticket.deadline_s <= now or (ticket.stranded and not usable):
+            return False
+        ticket.stranded = not usable
+        at = min(ticket.deadline_s, now + self._limits.no_instance_wait_s)
+        self._timers.push(ticket.id, (at,), ticket)
+        return True
+
+    def _too_late_waiting(self, ticket: Ticket, now: float) -> Refusal:
+        if ticket.resumed_tokens and ticket.deadline_s > now:
+            return refusals.instance_lost(ticket, delivered=True)
+        return self._admission.too_late(ticket, now)
+
     def _free(self, ticket: Ticket, now: float) -> Instance:
         """Gives the ticket's room back; returns the instance that had it."""
         row = self._ledger.free(ticket.id)
         ticket.engine_s += self._engine_time.end(row, ticket.engine_mark_s, now)
         instance = self._fleet.at(row)
+        self._yields.freed(ticket)
         self._fleet.freed(instance)
         return instance
 
@@ -607,7 +719,7 @@ class Scheduler:
 
     @staticmethod
     def _too_late_running(ticket: Ticket, now: float) -> Refusal:
-        if ticket.deadline_s <= now or ticket.first_token:
+        if ticket.deadline_s <= now or ticket.first_token or ticket.resumed_tokens:
             return refusals.deadline_exceeded()
         return refusals.first_token_timeout()
 

@@ -38,7 +38,7 @@ class InstanceStatus:
         return cls(
             model=instance.report.model,
             serving=instance.report.serving and not instance.removed,
-            draining=instance.draining,
+            draining=instance.drains,
             reachable=instance.reachable,
             stale=instance.stale,
             simulated=instance.report.simulated,

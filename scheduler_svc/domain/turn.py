@@ -184,7 +184,7 @@ class Scan:
         if row < 0:
             return False
         assert ticket.held_until_s is not None
-        to_read = ticket.prompt_tokens - ticket.held_cached_tokens
+        to_read = ticket.read_tokens - ticket.held_cached_tokens
         waits = (
             self._now < ticket.held_until_s
             and self._usable[row]
@@ -214,16 +214,23 @@ class Scan:
         return np.minimum(tokens, ticket.prompt_tokens - 1, out=tokens)
 
     def _allowed(self, ticket: Ticket) -> Mask:
-        """Usable rows without those that failed the ticket; when those are all there are, they may
-        try again: attempts are bounded, and waiting for another instance may be for ever."""
-        if not ticket.excluded:
-            return self._usable
-        allowed = self._usable.copy()
-        for name in ticket.excluded:
-            instance = self._fleet.get(name)
-            if instance is not None:
-                allowed[instance.row] = False
-        return allowed if allowed.any() else self._usable
+        return allowed_rows(ticket, self._fleet, self._usable)
+
+
+def allowed_rows(ticket: Ticket, fleet: Fleet, usable: Mask) -> Mask:
+    """Usable rows that may run the ticket, room aside: what was begun goes on only with the model
+    that began it. Without those that failed the ticket; when those are all there are, they may try
+    again: attempts are bounded, and waiting for another instance may be for ever."""
+    if ticket.resumed_tokens and ticket.fingerprint is not None:
+        usable = usable & fleet.with_fingerprint(ticket.fingerprint)
+    if not ticket.excluded:
+        return usable
+    allowed = usable.copy()
+    for name in ticket.excluded:
+        instance = fleet.get(name)
+        if instance is not None:
+            allowed[instance.row] = False
+    return allowed if allowed.any() else usable
 
 
 def side_by_side(dispatches: Sequence[Dispatch]) -> list[Dispatch]:
@@ -257,9 +264,9 @@ def need_of(ticket: Ticket, cached_tokens: Column | None = None) -> Need:
     return Need(
         model=ticket.model,
         tenant=ticket.tenant,
-        prompt_tokens=ticket.prompt_tokens,
-        output_tokens=ticket.output_tokens,
+        prompt_tokens=ticket.read_tokens,
+        output_tokens=ticket.output_left,
         kv_tokens=ticket.kv_tokens,
-        context_tokens=ticket.prompt_tokens + (1 if ticket.output_tokens else 0),
+        context_tokens=ticket.read_tokens + (1 if ticket.output_tokens else 0),
         cached_tokens=cached_tokens,
     )

@@ -202,7 +202,7 @@ def test_what_a_client_can_bring_about_is_neutral() -> None:
     for outcome in Outcome:
         want = Verdict.FAULT if outcome in faults else Verdict.NEUTRAL
         assert verdict_of_end(outcome) is (Verdict.SUCCESS if outcome.name == "FINISHED" else want)
-    neutral = {FaultKind.LOST_RELAY, FaultKind.GOING_DOWN}
+    neutral = {FaultKind.LOST_RELAY, FaultKind.GOING_DOWN, FaultKind.FINGERPRINT}
     for kind in FaultKind:
         assert (verdict_of_failure(kind) is Verdict.NEUTRAL) == (kind in neutral)
 

@@ -36,6 +36,7 @@ from scheduler_svc.domain.model import (
     Ticket,
     TicketId,
     WorkKind,
+    Yield,
 )
 from scheduler_svc.domain.placement import LeastWork, PrefixAffinity, Weighted
 from scheduler_svc.domain.scheduler import Scheduler
@@ -44,9 +45,10 @@ from tests.unit.scheduler.scheduling import SEARCH, SEARCH_TIMEOUT_S, a_report, 
 
 NAMES = ("a", "b", "c")
 PAUSE_S, STALE_S, ABSENT_S, ATTEMPTS = 0.5, 3.0, 4.0, 3
+MIGRATIONS, YIELDS = 2, 2
 STEP_TOKENS = 600
 HASHER = PrefixHasher(b"test")
-EVENTS = ("accepted", "first_token", "progressed", "ended", "failed", *RejectKind)
+EVENTS = ("accepted", "first_token", "progressed", "ended", "failed", "yielded", *RejectKind)
 
 
 @dataclass(eq=False)
@@ -57,6 +59,7 @@ class Known:
     at_s: float
     reachable: bool = True
     draining: bool = False
+    drained_by_hand: bool = False
     credit: tuple[int, int] | None = None
     paused_until_s: float = 0.0
 
@@ -69,6 +72,7 @@ class Run:
     instance: InstanceName
     attempt: int
     aborting: bool = False
+    yielding: bool = False
 
 
 @dataclass(eq=False)
@@ -98,6 +102,8 @@ class Reference:
             and known.report.serving
             and known.reachable
             and not known.draining
+            and not known.drained_by_hand
+            and (not ticket.resumed_tokens or known.report.fingerprint == ticket.fingerprint)
             and (known.report.generates if ticket.kind is WorkKind.GENERATE else False)
         ]
         return [name for name in up if name not in ticket.excluded] or up
@@ -116,13 +122,11 @@ class Reference:
         free, credit = memory - held, (known.credit[1] if known.credit else 0)
         if not runs:
             free, credit = 10**9, (10**9 if credit >= memory else credit)
-        outstanding = sum(run.ticket.prompt_tokens for run in runs if not run.ticket.first_token)
+        outstanding = sum(run.ticket.read_tokens for run in runs if not run.ticket.first_token)
         prefill = 2 * known.report.step_tokens_max - outstanding
         fits_prefill = not outstanding or not known.report.step_tokens_max
         need = ticket.kv_tokens + block - 1
-        return min(free, credit - held) >= need and (
-            fits_prefill or ticket.prompt_tokens <= prefill
-        )
+        return min(free, credit - held) >= need and (fits_prefill or ticket.read_tokens <= prefill)
 
 
 def blocks(tokens: int, block: int) -> int:
@@ -153,6 +157,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             passed_over_max=10**9,
             prefix_index_bytes=100_000,
             holds_max=self.holds_max,
+            migrations_max=MIGRATIONS,
+            yields_max=YIELDS,
+            yield_run_min_s=0.1,
+            preemption_wait_s=0.05,
+            credit_grace_s=0.1,
+            yield_look_s=0.05,
+            drain_run_max_s=0.5,
         )
         self.scheduler = Scheduler(self.limits, type(self).policy(seed))
         self.reference = Reference()
@@ -187,6 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     tenant=data.draw(st.sampled_from("tu")),
                     prompt_tokens=data.draw(self.prompts),
                     prefix=self._prefix(data),
+                    continuable=data.draw(st.booleans()),
                     output_tokens=data.draw(st.integers(1, 100)),
                     arrival_s=self.now,
                     first_token_limit_s=self.now + limit_s,
@@ -240,11 +252,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         model=st.sampled_from("mmn"),
         sequences=st.integers(1, 4),
         state=st.sampled_from(["up", "up", "stopped", "draining"]),
+        fingerprint=st.sampled_from("ffg"),
     )
-    def report(self, name: str, model: str, sequences: int, state: str) -> None:
+    def report(
+        self, name: str, model: str, sequences: int, state: str, fingerprint: str = "f"
+    ) -> None:
         report = a_report(
             name,
             model=model,
+            fingerprint=fingerprint,
             sequences_max=sequences,
             serving=state != "stopped",
             draining=state == "draining",
@@ -272,6 +288,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.credit(name, sequences, kv_tokens, self.now)
         known = self.reference.instances[name]
         known.credit, known.paused_until_s = (sequences, kv_tokens), 0.0
+        self.turned = False
+
+    @precondition(lambda self: self.reference.instances)
+    @rule(data=st.data(), drain=st.booleans())
+    def drain(self, data: st.DataObject, drain: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.reference.instances)))
+        assert self.scheduler.drain_instance(name, drain, self.now)
+        self.reference.instances[name].drained_by_hand = drain
         self.turned = False
 
     @precondition(lambda self: self.reference.instances)
@@ -323,6 +347,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self._over(run, Outcome.FINISHED)
         elif event == "failed":
             self._failed(run, attempt, stale, delivered=data.draw(st.booleans()))
+        elif event == "yielded":
+            self._yielded(run, attempt, stale, data.draw(st.integers(1, 300)))
         else:
             assert isinstance(event, RejectKind)
             self.scheduler.rejected(ticket.id, attempt, event, self.now)
@@ -376,6 +402,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert (effect.instance, effect.attempt) == (run.instance, run.attempt)
                 assert ticket.due_s <= self.now or ticket.deadline_s <= self.now
                 run.aborting = True
+            elif isinstance(effect, Yield):
+                self._asked_to_yield(effect)
             else:
                 self._refused(ticket, effect.outcome)
         self.turned = True
@@ -420,14 +448,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(200):
             for name in NAMES:
                 self.heal(name, "n" if name == "c" else "m", 4)
+                self.scheduler.drain_instance(InstanceName(name), False, self.now)
+                self.reference.instances[InstanceName(name)].drained_by_hand = False
             self.turn()
             for run in list(self.reference.running):
                 self.scheduler.ended(run.ticket.id, run.attempt, self.now)
                 self._over(run, Outcome.FINISHED)
             if not self.reference.waiting:
                 break
-            self.now += 0.01
+            self.now += 0.1  # what nobody can go on with any more is given up
         assert not self.reference.waiting, "a ticket waits for ever"
+        self.now += 1.0
+        assert self.scheduler.turn(self.now) == []
         self.counts_agree()
         assert len(self.reference.ended) == self.reference.submitted
         assert self.scheduler.next_wakeup(self.now) is None
@@ -479,8 +511,20 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _failed(self, run: Run, attempt: int, stale: bool, *, delivered: bool) -> None:
         ticket, before = run.ticket, run.ticket.attempts
+        known = ticket.resumed_tokens
+        tokens = known + max(1, ticket.generated_tokens) if delivered else known
+        goes_on = (
+            ticket.continuable
+            and ticket.migrations < MIGRATIONS
+            and any(
+                name != run.instance
+                and other.report.model == ticket.model
+                and other.report.fingerprint == ticket.fingerprint
+                for name, other in self.reference.instances.items()
+            )
+        )
         result = self.scheduler.failed(
-            ticket.id, attempt, FaultKind.LOST_CONNECTION, self.now, delivered
+            ticket.id, attempt, FaultKind.LOST_CONNECTION, self.now, tokens
         )
         if stale:
             assert result == "ended"
@@ -492,12 +536,52 @@ class SchedulerMachine(RuleBasedStateMachine):
         if run.aborting:
             assert result == "ended"
             self.reference.end(ticket, ticket.abort_outcome or Outcome.CANCELLED)
-        elif delivered or before + 1 >= ATTEMPTS:
+        elif not goes_on if tokens else before + 1 >= ATTEMPTS:
             assert isinstance(result, Refusal)
             self.reference.end(ticket, result.outcome)
         else:
             assert result == "requeued"
             assert run.instance in ticket.excluded
+            assert ticket.resumed_tokens == tokens
+            self.reference.waiting.append(ticket)
+
+    def _asked_to_yield(self, effect: Yield) -> None:
+        """Only what may go on yields, and only for one of three reasons."""
+        ticket = effect.ticket
+        (run,) = [r for r in self.reference.running if r.ticket is ticket]
+        assert not run.aborting
+        assert not run.yielding
+        assert (effect.instance, effect.attempt) == (run.instance, run.attempt)
+        assert ticket.continuable
+        assert ticket.first_token
+        known = self.reference.instances[run.instance]
+        drains = known.draining or known.drained_by_hand
+        sequences, kv_tokens = known.credit or (0, 0)
+        on_here = [r.ticket for r in self.reference.on(run.instance) if not r.yielding]
+        block = known.report.kv_block_tokens
+        held = sum(blocks(t.read_tokens + t.generated_tokens, block) for t in on_here)
+        preempted = ticket.priority_class is PriorityClass.BATCH and any(
+            other.priority_class <= PriorityClass.INTERACTIVE and other.line == ticket.line
+            for other in self.reference.waiting
+        )
+        assert drains or len(on_here) > sequences or held > kv_tokens or preempted
+        assert drains or ticket.yields <= YIELDS
+        run.yielding = True
+
+    def _yielded(self, run: Run, attempt: int, stale: bool, tokens: int) -> None:
+        ticket = run.ticket
+        tokens += ticket.resumed_tokens
+        result = self.scheduler.yielded(ticket.id, attempt, self.now, tokens)
+        if stale or run.aborting:
+            assert result == "ended"
+            if not stale:
+                self._over(run, Outcome.FINISHED)
+        elif not run.yielding:
+            assert result == "unasked"
+        else:
+            assert result == "requeued"
+            assert ticket.resumed_tokens == tokens
+            self._freed(run)
             self.reference.waiting.append(ticket)
 
     def _rejected(self, run: Run, kind: RejectKind) -> None:
@@ -522,6 +606,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert ticket.deadline_s <= self.now
         elif outcome is Outcome.HOPELESS:
             assert ticket.due_s <= self.now
+        elif outcome is Outcome.INSTANCE_FAILED:
+            assert ticket.resumed_tokens
+            assert not self.reference.usable(ticket)
         else:
             assert outcome is Outcome.NO_INSTANCE
             up = self.reference.usable(ticket)
@@ -575,5 +662,5 @@ def test_the_scheduler_agrees_with_plain_lists_under_random_histories(
     Mutants seen to fail: a credit, KV memory or bound on prompts not asked; a cancel that frees at
     once; a loss that keeps room or credit; a stale attempt heard; an exclusion, a drain or a broken
     watch ignored; a row not refreshed; first in first out; an end without its room; a head that
-    blocks all; a wakeup too early."""
+    blocks all; a wakeup too early; a yield that is an end; another model that goes on."""
     run_state_machine_as_test(machine, settings=SEARCH)

@@ -1,0 +1,382 @@
+"""A gate before real instances with simulated engines, all in memory and in virtual time.
+
+What stands between is as thin as can be: each instance's frames are passed on as they are, except
+where a test cuts a stream in two."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from inference_svc.adapters.engine_host import EngineHost
+from inference_svc.adapters.frame_stream import FrameStream
+from inference_svc.adapters.instance import Instance
+from inference_svc.adapters.room import RoomKeeper
+from inference_svc.adapters.simulated.engine import SimulatedEngine
+from inference_svc.adapters.simulated.faults import Fault
+from inference_svc.adapters.simulated.profile import SimulatedProfile
+from scheduler_svc.adapters.execution_link import ExecuteConnection, ExecutionLink
+from scheduler_svc.adapters.gate import Gate
+from scheduler_svc.adapters.live_request import LiveRequest
+from scheduler_svc.adapters.translate import obstacle_of
+from scheduler_svc.domain.flush import FlushBudget
+from scheduler_svc.domain.limits import BreakerLimits, SchedulerLimits
+from scheduler_svc.domain.model import (
+    InstanceName,
+    InstanceReport,
+    Outcome,
+    PriorityClass,
+    Ticket,
+    TicketId,
+)
+from scheduler_svc.domain.placement import LeastWork
+from scheduler_svc.domain.scheduler import Scheduler
+from sluice.common.v1 import sampling_pb2
+from sluice.errors import SluiceError
+from sluice.execution.v1 import execution_pb2
+from sluice.frames import FrameBroken, FrameConnection
+from sluice.frames_memory import MemoryConnection, memory_pair
+from sluice.grants import GrantSigner, ensure_keys
+from sluice.inference.v1 import inference_pb2
+from sluice.telemetry import Telemetry
+
+PROFILE = SimulatedProfile(
+    model="m",
+    decode_step_ms=10.0,
+    decode_step_ms_per_sequence=0.0,
+    prefill_tokens_per_s=1_000_000.0,
+    sequences_max=4,
+    context_tokens=512,
+    kv_tokens=2048,
+    step_tokens_max=512,
+)
+REPORT_S = 0.25
+
+ServerSide = FrameConnection[
+    execution_pb2.ExecuteFramesResponse, execution_pb2.ExecuteFramesRequest
+]
+
+
+class MemoryInstance:
+    """One instance: the inference service's own parts, without a server."""
+
+    def __init__(self, name: str, profile: SimulatedProfile) -> None:
+        self.name = name
+        self.engine = SimulatedEngine(profile)
+        self.host = EngineHost(lambda: self.engine)
+        self.room = RoomKeeper(self.host.capacity)
+        self.instance = Instance(name, self.host, self.room, None, Telemetry.off())
+        self.up = True
+        self.closed_to_new = False
+        self._stream: MemoryConnection[
+            inference_pb2.GenerateFramesRequest, inference_pb2.GenerateFramesResponse
+        ]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._sequence = 0
+
+    def open(self) -> None:
+        """A new stream to it."""
+        server: MemoryConnection[
+            inference_pb2.GenerateFramesResponse, inference_pb2.GenerateFramesRequest
+        ]
+        self._stream, server = memory_pair()
+        self._sequence = 0
+        self._tasks = [
+            asyncio.create_task(self._serve(server)),
+            asyncio.create_task(self._beat()),
+        ]
+
+    async def _serve(
+        self,
+        server: MemoryConnection[
+            inference_pb2.GenerateFramesResponse, inference_pb2.GenerateFramesRequest
+        ],
+    ) -> None:
+        try:
+            await FrameStream(server, self.instance).run()
+        except* (SluiceError, FrameBroken):
+            server.cancel()
+
+    async def _beat(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(1.0)
+                await self.send(inference_pb2.GenerateFramesRequest())
+        except FrameBroken:
+            pass
+
+    async def send(self, frame: inference_pb2.GenerateFramesRequest) -> None:
+        self._sequence += 1
+        frame.sequence = self._sequence
+        await self._stream.write(frame)
+
+    async def read(self) -> inference_pb2.GenerateFramesResponse | None:
+        return await self._stream.read()
+
+    def break_stream(self) -> None:
+        """As when the process is killed: all that ran here is gone."""
+        self._stream.cancel()
+        self._tasks[1].cancel()
+
+    def report(self, gate: Gate) -> None:
+        """What the load watch would say."""
+        model = self.engine.describe()
+        stats = self.engine.stats()
+        gate.report(
+            InstanceReport(
+                name=InstanceName(self.name),
+                model=model.model,
+                fingerprint=model.fingerprint,
+                serving=self.up,
+                draining=self.closed_to_new,
+                sequences_max=model.sequences_max,
+                kv_tokens=model.kv_tokens,
+                context_tokens=model.context_tokens,
+                step_tokens_max=model.step_tokens_max,
+                kv_block_tokens=model.kv_block_tokens,
+                generates=True,
+                embeds=False,
+                simulated=True,
+                running=stats.running,
+                waiting=stats.waiting,
+                kv_tokens_used=stats.kv_tokens_used,
+                step_ms=stats.step_ms,
+                epoch=str(self.host.epoch),
+            ),
+            f"{self.name}:1",
+        )
+
+
+class MemoryExecution:
+    """The relay. ``cut`` is asked before each delta is passed on whether the stream breaks first;
+    ``passed`` hears of each that was."""
+
+    def __init__(self, instances: dict[str, MemoryInstance]) -> None:
+        self.instances = instances
+        self.cut: Callable[[inference_pb2.Delta], bool] = lambda delta: False
+        self.passed: Callable[[str, inference_pb2.Delta], None] = lambda name, delta: None
+        self.starts: list[tuple[str, inference_pb2.Start]] = []
+        self._open: dict[str, asyncio.Task[None]] = {}
+        self._server: ServerSide | None = None
+        self._sequence = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def connect(self) -> ExecuteConnection:
+        """What the link calls."""
+        client: ExecuteConnection
+        server: ServerSide
+        client, server = memory_pair()
+        self._server, self._sequence = server, 0
+        self._tasks = [
+            asyncio.create_task(self._serve(server)),
+            asyncio.create_task(self._beat(server)),
+        ]
+        return client
+
+    async def _serve(self, server: ServerSide) -> None:
+        await self._send(execution_pb2.ExecuteFramesResponse())
+        try:
+            while (frame := await server.read()) is not None:
+                for part in frame.parts:
+                    name = part.instance.name
+                    if name not in self._open:
+                        self.instances[name].open()
+                        self._open[name] = asyncio.create_task(self._pass_on(name))
+                    self.starts += [(name, start) for start in part.frame.starts]
+                    await self.instances[name].send(part.frame)
+        except FrameBroken:
+            pass
+
+    async def _beat(self, server: ServerSide) -> None:
+        try:
+            while True:
+                await asyncio.sleep(1.0)
+                await self._send(execution_pb2.ExecuteFramesResponse())
+        except FrameBroken:
+            pass
+
+    async def _send(self, response: execution_pb2.ExecuteFramesResponse) -> None:
+        self._sequence += 1
+        response.sequence = self._sequence
+        assert self._server is not None
+        await self._server.write(response)
+
+    async def _pass_on(self, name: str) -> None:
+        """An instance's frames, to the scheduler."""
+        while True:
+            try:
+                frame = await self.instances[name].read()
+            except FrameBroken:
+                return
+            if frame is None:
+                return
+            batch = inference_pb2.DeltaBatch.FromString(frame.deltas)
+            whole = inference_pb2.DeltaBatch()
+            for delta in batch.deltas:
+                if self.cut(delta):
+                    frame.deltas = whole.SerializeToString()
+                    del frame.events[:]
+                    await self._send_frame(name, frame)
+                    await self.lose(name)
+                    return
+                whole.deltas.append(delta)
+                self.passed(name, delta)
+            if any(event.HasField("ended") for event in frame.events) and self.cut(END):
+                del frame.events[:]
+                await self._send_frame(name, frame)
+                await self.lose(name)
+                return
+            await self._send_frame(name, frame)
+
+    async def _send_frame(self, name: str, frame: inference_pb2.GenerateFramesResponse) -> None:
+        response = execution_pb2.ExecuteFramesResponse()
+        response.parts.add(instance=name, frame=frame)
+        await self._send(response)
+
+    async def lose(self, name: str) -> None:
+        """The stream to an instance broke."""
+        self.instances[name].break_stream()
+        del self._open[name]
+        response = execution_pb2.ExecuteFramesResponse()
+        response.parts.add(instance=name).lost.reason = execution_pb2.LOSS_REASON_DISCONNECTED
+        await self._send(response)
+
+    def stop(self) -> None:
+        for name, task in self._open.items():
+            task.cancel()
+            self.instances[name].break_stream()
+        for task in self._tasks:
+            task.cancel()
+
+
+END = inference_pb2.Delta(position=2**32 - 1)
+"""What ``cut`` is asked about where all output has passed and the end has not."""
+
+
+class MemoryMesh:
+    """Everything, and what tests ask of it."""
+
+    def __init__(self, gate: Gate, execution: MemoryExecution) -> None:
+        self.gate = gate
+        self.execution = execution
+        self.instances = execution.instances
+        self._ids = itertools.count(1)
+
+    def rule(self, fault: Fault) -> None:
+        """Scripts the same on every engine."""
+        for one in self.instances.values():
+            one.engine.faults.add(fault)
+
+    def submit(
+        self,
+        prompt: str,
+        sampling: sampling_pb2.SamplingParams,
+        *,
+        priority_class: PriorityClass = PriorityClass.STANDARD,
+        output_tokens: int = 20,
+        inter_token_limit_s: float = 5.0,
+    ) -> LiveRequest:
+        """Admits a request."""
+        loop = asyncio.get_running_loop()
+        number = next(self._ids)
+        if not sampling.HasField("n"):
+            sampling.n = 1
+        ticket = Ticket(
+            id=TicketId(number),
+            request_id=f"r{number}",
+            tenant="dev",
+            model="m",
+            priority_class=priority_class,
+            arrival_s=loop.time(),
+            deadline_s=loop.time() + 600.0,
+            first_token_limit_s=loop.time() + 60.0,
+            prompt_tokens=len(prompt),
+            output_tokens=output_tokens,
+            size_bytes=len(prompt),
+            continuable=obstacle_of(sampling) is None,
+        )
+        work = inference_pb2.Work(request_id=ticket.request_id, model="m", sampling=sampling)
+        work.input.text = prompt
+        live = LiveRequest(
+            ticket,
+            work,
+            self.gate.flush,
+            loop=loop,
+            whole=True,
+            want_token_ids=True,
+            inter_token_limit_s=inter_token_limit_s,
+        )
+        self.gate.admit(live)
+        return live
+
+    def drain(self, name: str, drain: bool) -> None:
+        """What an operator does."""
+        self.gate.post(lambda now: self.gate.domain.drain_instance(InstanceName(name), drain, now))
+
+    async def over(self, live: LiveRequest) -> LiveRequest:
+        """Waits for its end and lets it go."""
+        await live.finished()
+        self.gate.leave(live, live.outcome or Outcome.FINISHED)
+        return live
+
+    async def idle(self) -> None:
+        """Asserts that nothing is left anywhere."""
+        await asyncio.sleep(0.5)
+        self.gate.domain.check_invariants()
+        snapshot = self.gate.domain.snapshot()
+        assert not self.gate.lives
+        assert snapshot.running == 0
+        assert sum(snapshot.waiting.values()) == 0
+        assert snapshot.submitted == sum(snapshot.outcomes.values())
+        for status in snapshot.instances.values():
+            assert status.running == status.kv_tokens == status.prefill_tokens == 0
+        assert all(link.open_slots() == 0 for link in self.gate.links)
+        for one in self.instances.values():
+            assert one.room.sequences_held() == 0
+            assert one.engine.counters().running == 0
+
+
+@asynccontextmanager
+async def memory_mesh(
+    folder: Path,
+    *names: str,
+    profile: SimulatedProfile = PROFILE,
+    others: dict[str, SimulatedProfile] | None = None,
+    **limits: object,
+) -> AsyncIterator[MemoryMesh]:
+    """A gate and instances of one model; ``others`` have profiles of their own. Nothing may be left
+    when it is over."""
+    ensure_keys(folder)
+    # Tests break streams more often than a breaker would bear.
+    patient = BreakerLimits(faults_max=1_000_000, volume_min=1_000_000)
+    bounds = replace(SchedulerLimits(instances_max=8, breaker=patient), **limits)  # type: ignore[arg-type]
+    gate = Gate(Scheduler(bounds, LeastWork()), GrantSigner.load(folder, "test"), FlushBudget())
+    profiles = {**dict.fromkeys(names, profile), **(others or {})}
+    instances = {name: MemoryInstance(name, one) for name, one in profiles.items()}
+    execution = MemoryExecution(instances)
+    gate.links = [ExecutionLink("execution-0", execution.connect, gate)]
+
+    async def watch() -> None:
+        while True:
+            for one in instances.values():
+                one.report(gate)
+            await asyncio.sleep(REPORT_S)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one.host.run()) for one in instances.values()]
+        await asyncio.sleep(0.1)
+        tasks += [group.create_task(gate.run()), group.create_task(gate.links[0].run())]
+        tasks += [group.create_task(watch())]
+        await asyncio.sleep(0.1)
+        mesh = MemoryMesh(gate, execution)
+        yield mesh
+        await mesh.idle()
+        for task in tasks:
+            task.cancel()
+        execution.stop()
+    for one in instances.values():
+        await one.host.close()
