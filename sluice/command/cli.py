@@ -39,6 +39,7 @@ from sluice.command.cli_support import (
     status_of,
 )
 from sluice.command.cli_tenants import tenants_app
+from sluice.command.cli_usage import add_usage
 
 if TYPE_CHECKING:
     from sluice.mesh_config import Engine
@@ -64,6 +65,7 @@ app.add_typer(tenants_app, name="tenants")
 calls(app)
 add_fleet(app)
 add_explain(app)
+add_usage(app)
 add_grant(app)
 show(app)
 add_simulate(app)

@@ -7,12 +7,13 @@ UnreachableError when nothing answers at the address.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import status_pb2
 
 from sluice.command.failures import UnreachableError
@@ -101,6 +102,17 @@ class MeshClient:
                 request, timeout=CALL_TIMEOUT_S, metadata=self._metadata
             )
         ).decision
+
+    def usage(self, begin_s: float, end_s: float) -> Sequence[records_pb2.UsageRecord]:
+        """What the key's tenant used in the hours that meet [begin, end), Unix times."""
+        request = records_pb2.GetUsageRequest(
+            begin_time=Timestamp(seconds=int(begin_s)), end_time=Timestamp(seconds=int(end_s))
+        )
+        return self._call(
+            lambda: self._scheduler.GetUsage(
+                request, timeout=CALL_TIMEOUT_S, metadata=self._metadata
+            )
+        ).records
 
     def status(self) -> admin_pb2.WatchStatusResponse | None:
         """One report of the scheduler; needs the admin key. None when it sends none."""

@@ -9,9 +9,13 @@ Oracle: the state service's own count, and what the answers say was used.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import sys
+from asyncio.subprocess import PIPE, STDOUT
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -21,6 +25,7 @@ from sluice.errors import Code, SluiceError
 from sluice.scheduler.v1 import generate_pb2
 from sluice.status import from_rpc_error
 from tests.hermetic import quota_mesh
+from tests.hermetic.local_mesh import ROOT
 from tests.hermetic.mesh import Mesh, Shape, mesh
 from tests.hermetic.mesh_client import MeshClient, client_of, eventually
 
@@ -276,3 +281,29 @@ async def test_an_orderly_stop_loses_no_usage_and_gives_quota_back(running: Mesh
     use = quota_mesh.use(running, who)
     assert (use.slots, use.requests) == (0, 8)
     running.recover()
+
+
+async def test_the_command_shows_what_was_used(running: Mesh, tmp_path: Path) -> None:
+    who = quota_mesh.tenant(running)
+    async with client_of(running, key=who.key) as client:
+        await client.text(**PROMPT, sampling={"max_tokens": 4, "ignore_eos": True})
+        await eventually(lambda: quota_mesh.usage(running, who).requests["finished"] == 1, "told")
+        over_http = (await client.http.get("/v1/usage")).json()["records"]
+    key = tmp_path / "key"
+    key.write_text(who.key)
+    command = [sys.executable, "-m", "sluice.command.cli", "usage"]
+    options = ["--endpoint", running.target, "--key-file", str(key)]
+
+    async def told(*arguments: str) -> str:
+        process = await asyncio.create_subprocess_exec(
+            *command, *arguments, *options, stdout=PIPE, stderr=STDOUT, cwd=ROOT
+        )
+        text, _ = await process.communicate()
+        assert process.returncode == 0, text
+        return text.decode()
+
+    (record,) = json.loads(await told("--json"))
+    assert record["requests"] == {"finished": "1"} and record["completion_tokens"] == "4"
+    assert over_http == [record]
+    line = next(line for line in (await told()).splitlines() if " sim " in line)
+    assert "1 finished" in line and "0.0005" in line
