@@ -63,6 +63,7 @@ from scheduler_svc.domain.yielding import Yields
 from scheduler_svc.ports import PlacementPolicy
 
 _RUNS = (TicketState.RUNNING, TicketState.YIELDING)
+_NOT_AS_REPORTED = (FaultKind.NOT_SERVING, FaultKind.FINGERPRINT)
 _HOLDS_ROOM = (*_RUNS, TicketState.ABORTING)
 
 
@@ -244,14 +245,14 @@ class Scheduler:
         attempts so far. None: "requeued" for another instance, ``attempts_max`` times in all. Some:
         "requeued" to go on with them elsewhere, if it can be, ``migrations_max`` times. Otherwise
         the error for the client. "ended": stale or aborting, so nobody waits for an answer.
-        NOT_SERVING also closes the instance until its next report: more would use up their attempts
-        there."""
+        What shows that the instance is not what its last report says also closes it until its next
+        one: more would use up their attempts there."""
         ticket = self._current(ticket_id, attempt)
         if ticket is None:
             return "ended"
         self._judge(ticket, verdict_of_failure(kind), now)
         known = self._fleet.get(ticket.instance) if ticket.instance is not None else None
-        if kind is FaultKind.NOT_SERVING and known is not None:
+        if kind in _NOT_AS_REPORTED and known is not None:
             self._fleet.close(known, kind.value, silent=False)
         if ticket.state in _HOLDS_ROOM:
             self._free(ticket, now)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -346,14 +346,14 @@ async def memory_mesh(
     *names: str,
     profile: SimulatedProfile = PROFILE,
     others: dict[str, SimulatedProfile] | None = None,
-    **limits: object,
+    limits: Mapping[str, object] | None = None,
 ) -> AsyncIterator[MemoryMesh]:
     """A gate and instances of one model; ``others`` have profiles of their own. Nothing may be left
     when it is over."""
     ensure_keys(folder)
     # Tests break streams more often than a breaker would bear.
     patient = BreakerLimits(faults_max=1_000_000, volume_min=1_000_000)
-    bounds = replace(SchedulerLimits(instances_max=8, breaker=patient), **limits)  # type: ignore[arg-type]
+    bounds = replace(SchedulerLimits(instances_max=8, breaker=patient), **(limits or {}))  # type: ignore[arg-type]
     gate = Gate(Scheduler(bounds, LeastWork()), GrantSigner.load(folder, "test"), FlushBudget())
     profiles = {**dict.fromkeys(names, profile), **(others or {})}
     instances = {name: MemoryInstance(name, one) for name, one in profiles.items()}

@@ -624,6 +624,49 @@ class TightSchedulerMachine(SchedulerMachine):
     prompts = st.sampled_from([1, 50, 200, 500, 900, 1_500])
 
 
+class YieldingSchedulerMachine(SchedulerMachine):
+    """Much batch work that has begun, few places: yields happen, are confirmed, and go on."""
+
+    @rule(count=st.integers(1, 4), urgent=st.integers(0, 2))
+    def fill(self, count: int, urgent: int) -> None:
+        for number in range(count + urgent):
+            cls = PriorityClass.BATCH if number < count else PriorityClass.CRITICAL
+            self._submit(
+                a_ticket(
+                    priority_class=cls,
+                    arrival_s=self.now,
+                    first_token_limit_s=self.now + 50.0,
+                    deadline_s=self.now + 100.0,
+                    continuable=True,
+                )
+            )
+        self.turn()
+
+    @rule(tokens=st.integers(1, 60))
+    def run_on(self, tokens: int) -> None:
+        for run in self.reference.running:
+            ticket = run.ticket
+            self.scheduler.first_token(ticket.id, run.attempt, self.now)
+            self.scheduler.progressed(ticket.id, run.attempt, max(tokens, ticket.generated_tokens))
+        self.now += 0.2
+        self.turn()
+
+    @precondition(lambda self: any(run.ticket.first_token for run in self.reference.running))
+    @rule(data=st.data())
+    def fail_what_has_begun(self, data: st.DataObject) -> None:
+        begun = [run for run in self.reference.running if run.ticket.first_token]
+        run = data.draw(st.sampled_from(begun))
+        self._failed(run, run.attempt, stale=False, delivered=True)
+        self.turn()
+
+    @precondition(lambda self: any(run.yielding for run in self.reference.running))
+    @rule(tokens=st.integers(1, 60))
+    def stop_who_yields(self, tokens: int) -> None:
+        for run in [run for run in self.reference.running if run.yielding]:
+            self._yielded(run, run.attempt, False, tokens)
+        self.turn()
+
+
 class PrefixSchedulerMachine(SchedulerMachine):
     """A policy that reads prefixes, without holding."""
 
@@ -648,6 +691,7 @@ class HoldingSchedulerMachine(PrefixSchedulerMachine):
     [
         SchedulerMachine,
         TightSchedulerMachine,
+        YieldingSchedulerMachine,
         PrefixSchedulerMachine,
         HoldingSchedulerMachine,
     ],
