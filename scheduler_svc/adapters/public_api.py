@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast
 
@@ -44,6 +44,7 @@ from scheduler_svc.domain.model import (
     WorkKind,
 )
 from scheduler_svc.domain.prices import Prices
+from scheduler_svc.domain.quota import Reservation
 from sluice import context, logs
 from sluice.errors import Code, SluiceError, invalid, unavailable
 from sluice.execution.v1 import execution_pb2, execution_pb2_grpc
@@ -133,8 +134,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: generate_pb2.GenerateRequest, context: Context
     ) -> None:
         """See scheduler.proto."""
-        live, field = self._generation(request, context, whole=False)
-        await self._reserve(live)
+        live, field = await self._generation(request, context, whole=False)
         async with self._served(live, field):
             over = False
             while not over:
@@ -163,8 +163,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: generate_pb2.GenerateTextRequest, context: Context
     ) -> generate_pb2.GenerateTextResponse:
         """See scheduler.proto."""
-        live, field = self._generation(request, context, whole=True)
-        await self._reserve(live)
+        live, field = await self._generation(request, context, whole=True)
         async with self._served(live, field):
             await live.finished()
         return whole_answer(live, self._loop.time(), self._cost(live))
@@ -173,8 +172,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: generate_pb2.EmbedRequest, context: Context
     ) -> generate_pb2.EmbedResponse:
         """See scheduler.proto."""
-        live = self._embedding(request, context)
-        await self._reserve(live)
+        live = await self._embedding(request, context)
         async with self._served(live, "texts"):
             response = await self._embed(live, request)
         answer = response.response
@@ -231,11 +229,12 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         wanted = translate.priority_class(request.priority_class)
         return Caller(tenant, identifier, tenant.class_for(wanted))
 
-    def _generation(
+    async def _generation(
         self, request: translate.GenerateMessage, context: Context, *, whole: bool
     ) -> tuple[LiveRequest, str]:
-        """Checks a request and makes its live form; raises a typed refusal. Cheapest check first,
-        and nothing is copied or hashed for a request before all of them: a refusal costs little."""
+        """Checks a request, reserves its quota and makes its live form; raises a typed refusal.
+        Cheapest check first, and nothing is copied or hashed for a request before all of them: a
+        refusal costs little."""
         caller, ticket = None, None
         try:
             caller = self._caller(request, context)
@@ -261,20 +260,24 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         except SluiceError as refusal:
             self._refused(caller, ticket, refusal)
             raise
-        live = LiveRequest(
-            ticket,
-            translate.work_for(
+        held = await self._reserve(ticket)
+        with self._releasing(held):
+            work = translate.work_for(
                 request, caller.tenant.name, caller.request_id, model, source, output
-            ),
-            self._gate.flush,
-            loop=self._loop,
-            whole=whole,
-            want_token_ids=request.return_token_ids,
-            inter_token_limit_s=self._times.inter_token_limit_s,
-        )
+            )
+            live = LiveRequest(
+                ticket,
+                work,
+                self._gate.flush,
+                loop=self._loop,
+                whole=whole,
+                want_token_ids=request.return_token_ids,
+                inter_token_limit_s=self._times.inter_token_limit_s,
+            )
+        live.quota = held
         return live, source.field
 
-    def _embedding(self, request: generate_pb2.EmbedRequest, context: Context) -> LiveRequest:
+    async def _embedding(self, request: generate_pb2.EmbedRequest, context: Context) -> LiveRequest:
         caller, ticket = None, None
         try:
             caller = self._caller(request, context)
@@ -287,8 +290,12 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         except SluiceError as refusal:
             self._refused(caller, ticket, refusal)
             raise
-        work = inference_pb2.Work(request_id=caller.request_id, model=model)
-        return LiveRequest(ticket, work, self._gate.flush, loop=self._loop, unary=True)
+        held = await self._reserve(ticket)
+        with self._releasing(held):
+            work = inference_pb2.Work(request_id=caller.request_id, model=model)
+            live = LiveRequest(ticket, work, self._gate.flush, loop=self._loop, unary=True)
+        live.quota = held
+        return live
 
     def _ticket(
         self,
@@ -325,30 +332,39 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._metrics.refused(outcome, refusal, ticket)
         if ticket is not None:
             self._decisions.refused(ticket, outcome, refusal, self._loop.time())
+            self._usage.ended(ticket, outcome, NOTHING_USED)
         elif caller is not None:
             self._decisions.wrong(
                 caller.tenant.name, caller.request_id, caller.priority_class, outcome, refusal
             )
 
-    async def _reserve(self, live: LiveRequest) -> None:
+    async def _reserve(self, ticket: Ticket) -> Reservation:
         """Holds the tenant to its quotas, before anything is queued. It waits only where the state
         service has to be asked. A refusal charges nothing."""
-        ticket = live.ticket
+        quota = self._gate.quota
         try:
-            if await self._gate.quota.reserve(live):
-                self._gate.check(ticket)  # as it is now, after the wait
+            held = quota.try_reserve(ticket)
+            if held is None:
+                held = await quota.reserve(ticket)
+                with self._releasing(held):
+                    self._gate.check(ticket)  # as it is now, after the wait
         except SluiceError as refusal:
-            self._gate.quota.close(live, NOTHING_USED)
-            by_quota = refusal.reason.startswith("QUOTA_")
-            outcome = Outcome.QUOTA_EXCEEDED if by_quota else outcome_of(refusal)
-            self._metrics.refused(outcome, refusal, ticket)
-            self._decisions.refused(ticket, outcome, refusal, self._loop.time())
-            self._usage.ended(ticket, outcome, NOTHING_USED)
+            self._refused(None, ticket, refusal)
             raise
         except asyncio.CancelledError:
             outcome = left_as(ticket, self._loop.time())
             self._metrics.left(ticket, outcome)
             self._usage.ended(ticket, outcome, NOTHING_USED)
+            raise
+        return held
+
+    @contextmanager
+    def _releasing(self, held: Reservation) -> Iterator[None]:
+        """Gives quota back that nobody holds yet when the block fails."""
+        try:
+            yield
+        except BaseException:
+            self._gate.quota.release(held)
             raise
 
     # Serving.
@@ -439,6 +455,8 @@ def outcome_of(refusal: SluiceError) -> Outcome:
     """What to record for a refusal."""
     if isinstance(refusal, Refusal):
         return refusal.outcome
+    if refusal.reason.startswith("QUOTA_"):
+        return Outcome.QUOTA_EXCEEDED  # also where quotas cannot be checked
     return _OUTCOMES.get(refusal.code, Outcome.INTERNAL)
 
 

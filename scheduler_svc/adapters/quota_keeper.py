@@ -1,8 +1,8 @@
 """A request's way through its tenant's quotas, for the handlers and the gate.
 
-Before a request is queued :meth:`QuotaKeeper.reserve`; at each dispatch :meth:`permit`, and where
-the registration lapsed meanwhile :meth:`renew`; while it runs :meth:`progressed`; at its end, on
-every path, :meth:`close`, which settles or releases exactly once, whatever happened.
+Before a request is queued :meth:`QuotaKeeper.try_reserve`; at each dispatch :meth:`permit`, and
+where the registration lapsed meanwhile :meth:`renew`; while it runs :meth:`progressed`; at its end,
+on every path, :meth:`close`, which settles or releases exactly once, whatever happened.
 
 What a tenant pays for (:func:`consumption`): the prompt once and all output that was delivered,
 over all attempts. Nothing at all when the engine did not take the request, or when the mesh failed
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from scheduler_svc.adapters.live_request import LiveRequest
-from scheduler_svc.domain.model import Outcome
+from scheduler_svc.domain.model import Outcome, Ticket
+from scheduler_svc.domain.quota import Reservation
 from scheduler_svc.quota_ports import QuotaPort
 
 PROGRESS_S: Final = 0.5
@@ -73,19 +74,23 @@ class QuotaKeeper:
     def __init__(self, port: QuotaPort | None = None) -> None:
         self._port = port
 
-    async def reserve(self, live: LiveRequest) -> bool:
-        """Reserves the prompt and the expected output. Returns whether it had to wait. Raises the
-        refusals of :meth:`QuotaPort.reserve`; nothing is held then."""
-        port = self._port
-        if port is None:
-            return False
-        ticket = live.ticket
+    def try_reserve(self, ticket: Ticket) -> Reservation | None:
+        """Reserves the prompt and the expected output without waiting. ``None``: call
+        :meth:`reserve`."""
         tokens = ticket.prompt_tokens + ticket.output_tokens
-        live.quota = port.try_reserve(ticket.tenant, tokens)
-        if live.quota is not None:
-            return False
-        live.quota = await port.reserve(ticket.tenant, tokens)
-        return True
+        if self._port is None:
+            return Reservation(ticket.tenant, tokens)
+        return self._port.try_reserve(ticket.tenant, tokens)
+
+    async def reserve(self, ticket: Ticket) -> Reservation:
+        """The same, waiting as :meth:`QuotaPort.reserve` does; raises its refusals."""
+        assert self._port is not None
+        return await self._port.reserve(ticket.tenant, ticket.prompt_tokens + ticket.output_tokens)
+
+    def release(self, held: Reservation) -> None:
+        """For a request that came no further than its reservation."""
+        if self._port is not None:
+            self._port.release(held)
 
     def permit(self, live: LiveRequest) -> float | None:
         """The Unix time by which an instance must have started it; infinite when uncounted.
@@ -134,9 +139,8 @@ class QuotaKeeper:
         """Settles or releases the reservation that is held now, if any. ``used_tokens``: over the
         request's whole life."""
         made, live.quota = live.quota, None
-        if made is None:
+        if made is None or self._port is None:
             return
-        assert self._port is not None
         if charged:
             self._port.settle(made, max(0, used_tokens - live.paid_tokens))
             live.paid_tokens = max(live.paid_tokens, used_tokens)

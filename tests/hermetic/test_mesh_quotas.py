@@ -27,7 +27,7 @@ from sluice.status import from_rpc_error
 from tests.hermetic import quota_mesh
 from tests.hermetic.local_mesh import ROOT
 from tests.hermetic.mesh import Mesh, Shape, mesh
-from tests.hermetic.mesh_client import MeshClient, client_of, eventually
+from tests.hermetic.mesh_client import MeshClient, client_of, eventually, sim
 
 PROMPT: dict[str, Any] = {"token_ids": [7] * 10}
 """Ten tokens, known to the scheduler as ten."""
@@ -182,17 +182,19 @@ async def test_what_can_never_fit_is_told_so_without_a_delay(running: Mesh) -> N
 
 
 async def test_what_is_refused_for_other_reasons_charges_nothing(running: Mesh) -> None:
-    """Mutant: a request that the queue refuses keeps its reservation."""
+    """By the scheduler, by the engine, or because the mesh failed it. Mutant: what did not run
+    keeps its reservation."""
     who = quota_mesh.tenant(running, requests_per_min=5, tokens_per_min=10_000)
     async with client_of(running, key=who.key) as client:
         wrong: list[dict[str, Any]] = [
             {"sampling": {"temperature": -1.0}},
             {"model": "unknown"},
-            {"token_ids": [7] * 10_000},  # longer than the context
+            {"prompt": sim(refuse=True, status="INVALID_ARGUMENT", reason="NO", message="no")},
+            {"prompt": sim(fail_after=0, status="INTERNAL", message="no")},
         ]
         for fields in wrong:
             with pytest.raises(SluiceError) as caught:
-                await client.text(**{**PROMPT, **fields})
+                await client.text(**(fields if "prompt" in fields else {**PROMPT, **fields}))
             assert caught.value.reason != "QUOTA_EXCEEDED"
     await settled(running, who)
     use = quota_mesh.use(running, who)

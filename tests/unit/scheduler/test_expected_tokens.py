@@ -15,6 +15,7 @@ from scheduler_svc.adapters.decision_log import DecisionLog
 from scheduler_svc.adapters.decision_records import Recorder
 from scheduler_svc.adapters.decisions import Decisions
 from scheduler_svc.adapters.public_api import PublicApi
+from scheduler_svc.adapters.quota_keeper import QuotaKeeper
 from scheduler_svc.adapters.usage_log import UsageLog
 from scheduler_svc.config import SchedulerConfig, class_times
 from scheduler_svc.domain.flush import FlushBudget
@@ -34,6 +35,7 @@ async def ticket_of(request: generate_pb2.GenerateRequest) -> Ticket:
     gate = SimpleNamespace(
         domain=Scheduler(SchedulerLimits(), LeastWork()),
         flush=FlushBudget(),
+        quota=QuotaKeeper(),
         check=lambda ticket: None,
     )
     api = PublicApi(  # type: ignore[abstract]
@@ -47,7 +49,7 @@ async def ticket_of(request: generate_pb2.GenerateRequest) -> Ticket:
         Prices(),
         Decisions(Recorder("test", 1.0), DecisionLog(1 << 20), 0.0),
     )
-    live, _ = api._generation(request, cast("Any", CONTEXT), whole=False)
+    live, _ = await api._generation(request, cast("Any", CONTEXT), whole=False)
     return live.ticket
 
 

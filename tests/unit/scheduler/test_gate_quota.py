@@ -113,7 +113,7 @@ Play = Callable[..., None]
 async def submit(r: Rig) -> LiveRequest:
     """A request whose handler reserved first."""
     live = r.prepare()
-    await r.gate.quota.reserve(live)
+    live.quota = r.gate.quota.try_reserve(live.ticket)
     r.gate.admit(live)
     await r.settle()
     return live
