@@ -112,7 +112,7 @@ class Parts:
                 config.decision_sample_ratio,
             ),
         )
-        self.admin = AdminApi(  # type: ignore[abstract]
+        self.admin = AdminApi(
             config.name,
             self.gate,
             self.fleet,
@@ -128,7 +128,9 @@ class Parts:
             return None
         # Optional: without the state service what it last said stays, and requests go on.
         component = health.component("state", optional=True)
-        return StateWatch(self.state_channel, self.tenants, aliases, component)
+        return StateWatch(
+            self.state_channel, self.tenants, aliases, self.gate.drain_instance, component
+        )
 
     def _connect(self, target: str) -> ExecuteConnection:
         stub = execution_pb2_grpc.ExecutionServiceStub(self._channels[target])

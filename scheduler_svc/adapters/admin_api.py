@@ -3,7 +3,7 @@ may change.
 
 Tenants, keys and aliases are the state service's: a change is checked and stored there, and comes
 back to every scheduler through its watch, within a second. Without a state service those methods
-are FAILED_PRECONDITION.
+are FAILED_PRECONDITION, and a drain is of this scheduler alone and ends with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scheduler_svc.adapters.tenants import Tenants
 from scheduler_svc.domain.model import InstanceName
 from scheduler_svc.domain.snapshot import InstanceStatus, Snapshot
 from sluice.common.v1 import policy_pb2
-from sluice.errors import failed_precondition, invalid
+from sluice.errors import failed_precondition, invalid, not_found
 from sluice.scheduler.v1 import admin_pb2, admin_pb2_grpc
 
 INTERVAL_DEFAULT_S: Final = 1.0
@@ -131,6 +131,22 @@ class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
             for target in alias.targets:
                 entry.targets.add(model=target.model, weight=target.weight)
         return response
+
+    async def DrainInstance(
+        self, request: admin_pb2.DrainInstanceRequest, context: Context
+    ) -> admin_pb2.DrainInstanceResponse:
+        """See admin.proto."""
+        self._check(context)
+        known = {entry.name: entry for entry in self.status().instances}
+        if request.instance not in known and request.drain:
+            raise not_found(
+                "INSTANCE_UNKNOWN", "no such instance", metadata={"instance": request.instance}
+            )
+        if self._state is not None:
+            await self._state.set_drain(request.instance, drained=request.drain)
+        await self._gate.drain_instance(InstanceName(request.instance), drained=request.drain)
+        after = {entry.name: entry for entry in self.status().instances}
+        return admin_pb2.DrainInstanceResponse(instance=after.get(request.instance))
 
     def _check(self, context: Context) -> None:
         metadata = dict(context.invocation_metadata() or ())

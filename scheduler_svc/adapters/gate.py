@@ -137,6 +137,7 @@ class Gate:
         self.outcomes: Counter[Outcome] = Counter()
         self.lives: dict[int, LiveRequest] = {}
         self._lanes: dict[InstanceName, Lane] = {}
+        self._drained: set[InstanceName] = set()
         self._signer = signer
         self._inbox: list[Callable[[float], object]] = []
         self._bell = asyncio.Event()
@@ -484,9 +485,29 @@ class Gate:
         """An instance's fresh load report; its lane is opened if it has none."""
         self.addresses[report.name] = address
         self.post(lambda now: self.domain.report(report, now))
+        if report.name in self._drained:
+            # One that is new here, or came back, does not know the mark.
+            self.post(lambda now: self.domain.drain_instance(report.name, True, now))
         lane = self._lanes.get(report.name)
         if report.serving and (lane is None or not lane.open or lane.address != address):
             self.post(self.open_lanes)
+
+    def drain_instance(self, name: InstanceName, *, drained: bool) -> asyncio.Future[None]:
+        """An operator drains an instance, also one that is not here yet, or takes that back. Done
+        in the owner's next turn."""
+        if drained:
+            self._drained.add(name)
+        else:
+            self._drained.discard(name)
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def apply(now: float) -> None:
+            self.domain.drain_instance(name, drained, now)
+            if not done.done():
+                done.set_result(None)
+
+        self.post(apply)
+        return done
 
     def unreachable(self, name: InstanceName, reason: str) -> None:
         """An instance that does not answer its load watch."""

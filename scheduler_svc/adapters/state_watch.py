@@ -1,6 +1,6 @@
-"""Keeps tenants and aliases as the state service has them.
+"""Keeps tenants, aliases and drains as the state service has them.
 
-Two watches, each its own task: everything first, then changes; one that ends is opened again with
+Three watches, each its own task: everything first, then changes; one that ends is opened again with
 a growing, jittered pause. What was told stays while the service is away, so that it is needed to
 change things and not to serve. Before the first table of tenants the tenants file is brought to the
 service, and again whenever it changes.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc.aio
 
@@ -22,7 +22,7 @@ from scheduler_svc.adapters.alias_table import AliasTable
 from scheduler_svc.adapters.tenant import NEVER, Key, Tenant
 from scheduler_svc.adapters.tenants import Tenants, seed_key_id
 from scheduler_svc.domain.aliases import Alias, Target
-from scheduler_svc.domain.model import PriorityClass
+from scheduler_svc.domain.model import InstanceName, PriorityClass
 from sluice import logs
 from sluice.channels import ending
 from sluice.common.v1 import policy_pb2
@@ -32,6 +32,8 @@ from sluice.quota.exchange import Limits
 from sluice.state.v1 import (
     aliases_pb2,
     aliases_pb2_grpc,
+    fleet_pb2,
+    fleet_pb2_grpc,
     tenants_pb2,
     tenants_pb2_grpc,
 )
@@ -45,16 +47,27 @@ AWAY: Final = "the state service does not answer; what it last said stays"
 log = logs.get(__name__)
 
 
+class OnDrain(Protocol):
+    """Told of an instance that operators drain, or no longer."""
+
+    def __call__(self, name: InstanceName, *, drained: bool) -> object: ...
+
+
 class StateWatch:
-    """See the module's docstring. ``component`` is told how the service is."""
+    """See the module's docstring. ``drain`` is told of every mark once, ``component`` how the
+    service is."""
 
     def __init__(
         self,
         channel: grpc.aio.Channel,
         tenants: Tenants,
         aliases: AliasTable,
+        drain: OnDrain,
         component: Component,
     ) -> None:
+        self._fleet_stub: Any = fleet_pb2_grpc.FleetServiceStub(channel)
+        self._drain = drain
+        self._drained: set[str] = set()
         self._tenant_stub: Any = tenants_pb2_grpc.TenantServiceStub(channel)
         self._alias_stub: Any = aliases_pb2_grpc.AliasServiceStub(channel)
         self._tenants = tenants
@@ -72,6 +85,12 @@ class StateWatch:
                 _follow(
                     lambda: self._alias_stub.WatchAliases(aliases_pb2.WatchAliasesRequest()),
                     self._aliases_changed,
+                )
+            )
+            group.create_task(
+                _follow(
+                    lambda: self._fleet_stub.WatchDrains(fleet_pb2.WatchDrainsRequest()),
+                    self._drains_changed,
                 )
             )
 
@@ -140,6 +159,15 @@ class StateWatch:
             change.deleted_aliases,
             snapshot=change.snapshot,
         )
+
+    def _drains_changed(self, change: fleet_pb2.WatchDrainsResponse) -> None:
+        marked = set(change.drained)
+        gone = self._drained - marked if change.snapshot else set(change.undrained)
+        for instance in gone & self._drained:
+            self._drain(InstanceName(instance), drained=False)
+        for instance in marked - self._drained:
+            self._drain(InstanceName(instance), drained=True)
+        self._drained = (self._drained - gone) | marked
 
 
 async def _follow(

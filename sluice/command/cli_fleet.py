@@ -84,6 +84,21 @@ def rollback(
     output().print(f"{alias} points at {_targets(done.targets)} again.")
 
 
+def drain(
+    instance: Annotated[str, typer.Argument(help="The instance; `sluice status` lists them.")],
+    undo: Annotated[bool, typer.Option("--undo", help="Take the drain back.")] = False,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+) -> None:
+    """Start nothing more on an instance: what runs there ends, or goes on elsewhere."""
+    from sluice.scheduler.v1 import admin_pb2
+
+    with open_admin(config, endpoint) as client:
+        request = admin_pb2.DrainInstanceRequest(instance=instance, drain=not undo)
+        after = client.admin("DrainInstance", request).instance
+    output().print(f"{instance}: {after.state or 'not known'}, {after.running} running here.")
+
+
 def _targets(targets: Iterable[admin_pb2.AliasTarget]) -> str:
     return ", ".join(f"{one.model}={one.weight}" for one in targets)
 
@@ -91,3 +106,4 @@ def _targets(targets: Iterable[admin_pb2.AliasTarget]) -> str:
 def add_fleet(app: typer.Typer) -> None:
     """Adds the commands."""
     app.add_typer(alias_app, name="alias")
+    app.command()(drain)

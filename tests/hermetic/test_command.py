@@ -307,6 +307,14 @@ def test_an_alias_is_set_taken_back_and_refused_by_field(mesh: LocalMesh) -> Non
     assert "ALIAS_UNKNOWN" in mesh.run("alias", "rollback", "nothing").stderr
 
 
+def test_a_drained_instance_gets_nothing_until_it_is_undone(mesh: LocalMesh) -> None:
+    assert "chat-0: draining" in mesh.run("drain", "chat-0").stdout
+    assert "draining" in mesh.run("status").stdout
+    assert "INSTANCE_UNKNOWN" in mesh.run("drain", "chat-9").stderr
+    assert "chat-0: serving" in mesh.run("drain", "chat-0", "--undo").stdout
+    assert mesh.run("generate", "Hello", "--max-tokens", "2").returncode == 0
+
+
 def test_every_setting_is_printed_with_its_default_and_range(mesh: LocalMesh) -> None:
     done = mesh.run("config")
     assert done.returncode == 0, done.stderr

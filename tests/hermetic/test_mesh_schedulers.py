@@ -6,7 +6,8 @@ few sequences, more streams than that, SIGKILL of one scheduler in the middle. O
 scheduler and the engine say of themselves, every answer, the count of what a limited tenant got.
 Seed: none; which scheduler a request meets is Envoy's choice.
 
-Seen to fail on the mutants in tests/mutants: credit_not_divided, edge_knows_one_scheduler.
+Seen to fail on the mutants in tests/mutants: credit_not_divided, drain_of_one_scheduler_only,
+drain_mark_lost_on_return, edge_knows_one_scheduler.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sluice.common.v1 import sampling_pb2
 from sluice.errors import Code
 from sluice.scheduler.v1 import admin_pb2, generate_pb2
 from sluice.status import from_rpc_error
-from tests.hermetic.admin_client import AdminClient, who
+from tests.hermetic.admin_client import AdminClient, refused, who
 from tests.hermetic.mesh import Mesh, Shape, mesh
 from tests.hermetic.mesh_client import Answer, MeshClient, client_of, collect, eventually
 
@@ -136,6 +137,43 @@ async def test_a_limit_holds_over_both_also_when_one_is_killed(running: Mesh) ->
     # A killed scheduler may have held the rest of a lease, which comes back within seconds.
     assert served + asked >= REQUESTS_PER_MIN * 3 // 4
     assert refused + served >= len(reasons) - 20
+
+
+async def test_a_drained_instance_starts_nothing_on_either_also_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    shape = Shape({"sim-0": {}, "sim-1": {}}, schedulers=2, state={})
+    with mesh(tmp_path, shape) as running:
+        admin = AdminClient(running)
+        drain = admin_pb2.DrainInstanceRequest(instance="sim-0", drain=True)
+        after = await admin.call("DrainInstance", drain)
+        assert after.instance.state == "draining"
+        await eventually(lambda: drained(running), "both schedulers know", 2.0)
+        running["scheduler-0"].kill()
+        running["scheduler-0"].start()
+        await eventually(lambda: running.reachable("scheduler-0", ["sim-1"]), "it is back", 30.0)
+        await eventually(lambda: drained(running), "and knows it too", 2.0)
+        running.until(lambda: running.edge_members() == 2, "the edge has both")
+        async with client_of(running) as client:
+            answers = await asyncio.gather(
+                *(client.generate(sampling={"max_tokens": 2}) for _ in range(20))
+            )
+            assert {answer.ok.finished.instance for answer in answers} == {"sim-1"}
+            unknown = admin_pb2.DrainInstanceRequest(instance="sim-9", drain=True)
+            assert (await refused(admin.call("DrainInstance", unknown))).code is Code.NOT_FOUND
+            await admin.call("DrainInstance", admin_pb2.DrainInstanceRequest(instance="sim-0"))
+            await eventually(lambda: running.reachable("scheduler-1"), "it serves again", 2.0)
+        await admin.close()
+
+
+def drained(running: Mesh) -> bool:
+    """Whether every scheduler sees sim-0 drained."""
+    return all(
+        entry.state == "draining"
+        for name in running.schedulers
+        for entry in running.status(name).instances
+        if entry.name == "sim-0"
+    )
 
 
 async def request(client: MeshClient, key: str) -> str:

@@ -77,7 +77,14 @@ class Rig:
         self.tenants = Tenants(path)
         self.aliases = AliasTable({"chat": "model-a"})
         component = self.health.component("state", optional=True)
-        self.watch = StateWatch(channel, self.tenants, self.aliases, component)
+        self.drained: list[tuple[str, bool]] = []
+        self.watch = StateWatch(
+            channel,
+            self.tenants,
+            self.aliases,
+            lambda name, *, drained: self.drained.append((name, drained)),
+            component,
+        )
         self.admin = StateAdmin(channel)
 
     def who(self, key: str) -> str:
@@ -267,6 +274,19 @@ async def test_an_alias_over_the_configurations_goes_back_to_it(rig: Rig) -> Non
     back = await rig.admin.rollback_alias("chat")
     assert [(one.model, one.weight) for one in back.targets] == [("model-a", 1)]
     await rig.until(lambda: rig.aliases.all()["chat"].targets == (Target("model-a", 1),))
+
+
+async def test_every_mark_of_a_drain_is_told_once_also_over_a_loss(rig: Rig, state: State) -> None:
+    await rig.admin.set_drain("sim-0", drained=True)
+    await rig.until(lambda: rig.drained == [("sim-0", True)])
+    await state.stop()
+    await rig.until(lambda: not rig.told())
+    await state.start()
+    await rig.until(rig.told)
+    await rig.admin.set_drain("sim-1", drained=True)
+    await rig.admin.set_drain("sim-0", drained=False)
+    await rig.until(lambda: len(rig.drained) == 3)
+    assert set(rig.drained[1:]) == {("sim-1", True), ("sim-0", False)}
 
 
 def test_versions_get_their_shares_exactly_and_a_missing_one_none() -> None:
