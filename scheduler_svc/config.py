@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from scheduler_svc.domain.agent_gate import AgentLimits
 from scheduler_svc.domain.limits import BreakerLimits, SchedulerLimits
 from scheduler_svc.domain.model import PriorityClass
 from scheduler_svc.domain.placement import POLICIES
@@ -113,6 +114,17 @@ class SchedulerConfig:
     breaker_successes: int = setting(
         2, ge=1, le=100, help="First tokens of such requests that close the breaker."
     )
+    agent_runs_max: int = setting(64, ge=1, le=100000, help="Agent runs at once in this scheduler.")
+    agent_utilisation_max: float = setting(
+        0.9, ge=0.0, le=1.0, help="No agent run begins while more of a model's places are taken."
+    )
+    agent_wait_max_s: float = setting(
+        2.0,
+        unit="s",
+        ge=0.0,
+        le=3600.0,
+        help="No agent run begins while requests of its model are expected to wait longer.",
+    )
     decision_sample_ratio: float = setting(
         0.01,
         ge=0.0,
@@ -173,6 +185,15 @@ class SchedulerConfig:
     )
     write_limit_s: float = setting(
         30.0, unit="s", ge=0.1, le=3600.0, help="A client that reads nothing for so long is ended."
+    )
+
+
+def agent_limits(config: SchedulerConfig) -> AgentLimits:
+    """What the agent gate lets through."""
+    return AgentLimits(
+        runs_max=config.agent_runs_max,
+        utilisation_max=config.agent_utilisation_max,
+        wait_max_s=config.agent_wait_max_s,
     )
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Final
 
 from scheduler_svc.adapters.admin_api import AdminApi
+from scheduler_svc.adapters.agent_path import AgentPath
 from scheduler_svc.adapters.alias_table import AliasTable
 from scheduler_svc.adapters.catalog import Catalog
 from scheduler_svc.adapters.decision_log import DecisionLog
@@ -27,7 +28,8 @@ from scheduler_svc.adapters.state_admin import StateAdmin
 from scheduler_svc.adapters.state_watch import StateWatch
 from scheduler_svc.adapters.tenants import Tenants
 from scheduler_svc.adapters.usage_log import UsageLog
-from scheduler_svc.config import SchedulerConfig, class_times, domain_limits
+from scheduler_svc.config import SchedulerConfig, agent_limits, class_times, domain_limits
+from scheduler_svc.domain.agent_gate import AgentGate
 from scheduler_svc.domain.flush import FlushBudget
 from scheduler_svc.domain.model import InstanceName
 from scheduler_svc.domain.placement import POLICIES
@@ -94,6 +96,9 @@ class Parts:
             self.tenants.listen(self.quota.set_tenant, self.quota.remove_tenant)
         self._state_watch = self._watch_of_state(aliases, health)
         metrics = SchedulerMetrics(telemetry, self.gate)
+        self.decisions.export(telemetry)
+        agents = AgentPath(AgentGate(agent_limits(config)), self.usage)
+        agents.export(telemetry)
         telemetry.counter(names.CONFIG_RELOADS, self._read_reloads)
         # The methods of later layers are the generated base's, which answers UNIMPLEMENTED; the
         # stubs call them abstract.
@@ -111,6 +116,7 @@ class Parts:
                 self.decisions,
                 config.decision_sample_ratio,
             ),
+            agents,
         )
         self.admin = AdminApi(
             config.name,
@@ -240,7 +246,9 @@ async def serve() -> int:
     parts = Parts(config, telemetry, health)
     # A class's own default applies where a caller sets no deadline; see ClassTimes.
     longest = MethodDeadline(config.deadline_max_s, config.deadline_max_s)
-    deadlines = {f"/{SERVICE}/{method}": longest for method in ("Generate", "GenerateText")}
+    deadlines = {
+        f"/{SERVICE}/{method}": longest for method in ("Generate", "GenerateText", "RunAgent")
+    }
     public = MeshServer(
         "scheduler", [config.bind], health, deadlines=deadlines, telemetry=telemetry
     )

@@ -142,6 +142,21 @@ REQUEST_TIME = _histogram(
     "gen_ai.server.request.duration", "s", "Arrival to end.", _SECONDS, "class", "outcome"
 )
 
+AGENT_VERDICTS = _counter(
+    "sluice.agent.verdicts", "{request}", "What the agent gate said.", "path", "reason"
+)
+AGENT_NOT_NEEDED = _counter(
+    "sluice.agent.not_needed", "{run}", "Runs for which a direct call would have done.", "tenant"
+)
+AGENT_EXTRA_COST = _counter(
+    "sluice.agent.not_needed.cost", "1", "What they cost beyond a direct call.", "tenant"
+)
+DECISIONS_KEPT = _counter("sluice.decisions.kept", "{record}", "Decision records kept.")
+DECISIONS_DROPPED = _counter(
+    "sluice.decisions.dropped", "{record}", "Decision records that the state service did not get."
+)
+DECISIONS_BYTES = _gauge("sluice.decisions.ring", "By", "Decision records kept in memory.")
+
 QUOTA_RESERVATIONS = _counter(
     "sluice.quota.reservations",
     "{reservation}",

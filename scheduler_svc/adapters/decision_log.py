@@ -18,11 +18,13 @@ import grpc.aio
 
 from scheduler_svc.adapters.decision_records import RECORD_BYTES_MAX
 from sluice import logs
+from sluice import telemetry_names as names
 from sluice.errors import Code, SluiceError, not_found, unavailable
 from sluice.scheduler.v1 import records_pb2
 from sluice.state.v1 import decisions_pb2
 from sluice.state.v1.decisions_pb2_grpc import DecisionServiceStub
 from sluice.status import from_rpc_error
+from sluice.telemetry import Telemetry
 
 WAITING_MAX: Final = 8_192
 BATCH_RECORDS_MAX: Final = 256
@@ -57,6 +59,12 @@ class DecisionLog:
     def over(cls, channel: grpc.aio.Channel | None, ring_bytes: int) -> DecisionLog:
         """With a channel to the state service, if there is one."""
         return cls(ring_bytes, None if channel is None else DecisionServiceStub(channel))
+
+    def export(self, telemetry: Telemetry) -> None:
+        """Exports the counts."""
+        telemetry.counter(names.DECISIONS_KEPT, lambda: self.kept)
+        telemetry.counter(names.DECISIONS_DROPPED, lambda: self.dropped)
+        telemetry.gauge(names.DECISIONS_BYTES, lambda: self._bytes)
 
     @property
     def ring_bytes(self) -> int:

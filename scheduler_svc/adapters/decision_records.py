@@ -48,7 +48,7 @@ class Recorder:
     def keeps(self, live: LiveRequest, outcome: Outcome, now: float) -> bool:
         """Whether a request that ended so gets a record. Less than 1 µs."""
         ticket = live.ticket
-        if outcome not in _UNREMARKABLE or ticket.sampled or live.attempt > 1:
+        if outcome not in _UNREMARKABLE or ticket.sampled or live.attempt > 1 or ticket.gate_reason:
             return True
         took_s = (live.first_token_s or now) - ticket.arrival_s
         return took_s > self.slow_share * (ticket.first_token_limit_s - ticket.arrival_s)
@@ -85,6 +85,7 @@ class Recorder:
         priority_class: PriorityClass,
         outcome: Outcome,
         error: SluiceError,
+        gate_reason: str = "",
     ) -> records_pb2.DecisionRecord:
         """The record of a request that was refused for what it asked."""
         record = records_pb2.DecisionRecord(
@@ -93,6 +94,7 @@ class Recorder:
             priority_class=_CLASSES[priority_class],
             outcome=_OUTCOMES[outcome],
             reason=_reason(error, outcome),
+            gate_reason=gate_reason,
             scheduler=self.scheduler,
         )
         record.arrival_time.FromNanoseconds(int(self.clock() * 1e9))
@@ -105,6 +107,7 @@ class Recorder:
             model=ticket.model,
             priority_class=_CLASSES[ticket.priority_class],
             outcome=_OUTCOMES[outcome],
+            gate_reason=ticket.gate_reason,
             scheduler=self.scheduler,
             queue_position=0 if ticket.trail is None else ticket.trail.ahead,
         )

@@ -55,6 +55,9 @@ class Decisions:
         priority_class: PriorityClass,
         outcome: Outcome,
         error: SluiceError,
+        gate_reason: str = "",
     ) -> None:
         """A request was refused for what it asked."""
-        self.log.put(self._recorder.wrong(tenant, request_id, priority_class, outcome, error))
+        self.log.put(
+            self._recorder.wrong(tenant, request_id, priority_class, outcome, error, gate_reason)
+        )

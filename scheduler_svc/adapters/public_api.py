@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast
@@ -22,7 +22,7 @@ from typing import Any, Final, TypeAlias, cast
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from scheduler_svc.adapters import translate
+from scheduler_svc.adapters import agent_path, translate
 from scheduler_svc.adapters.answers import deltas_due, finished, started, whole_answer
 from scheduler_svc.adapters.catalog import Catalog
 from scheduler_svc.adapters.decisions import Decisions
@@ -34,6 +34,7 @@ from scheduler_svc.adapters.tenant import Tenant
 from scheduler_svc.adapters.tenants import Tenants
 from scheduler_svc.adapters.usage_log import UsageLog
 from scheduler_svc.config import ClassTimes
+from scheduler_svc.domain.agent_gate import Path, Verdict
 from scheduler_svc.domain.model import (
     InstanceName,
     Outcome,
@@ -50,7 +51,7 @@ from sluice.errors import Code, SluiceError, invalid, unavailable
 from sluice.execution.v1 import execution_pb2, execution_pb2_grpc
 from sluice.ids import is_request_id
 from sluice.inference.v1 import inference_pb2
-from sluice.scheduler.v1 import generate_pb2, records_pb2, scheduler_pb2_grpc
+from sluice.scheduler.v1 import generate_pb2, records_pb2, runs_pb2, scheduler_pb2_grpc
 from sluice.status import from_rpc_error
 from sluice.telemetry import current_tracestate
 
@@ -115,6 +116,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         usage: UsageLog,
         prices: Prices,
         decisions: Decisions,
+        agents: agent_path.AgentPath,
     ) -> None:
         self._gate = gate
         self._catalog = catalog
@@ -125,6 +127,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._usage = usage
         self._prices = prices
         self._decisions = decisions
+        self._agents = agents
         self._ids = itertools.count(1)
         self._loop = asyncio.get_running_loop()
 
@@ -136,28 +139,71 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         """See scheduler.proto."""
         live, field = await self._generation(request, context, whole=False)
         async with self._served(live, field):
-            over = False
-            while not over:
-                await live.ready()
-                # Looked at once per round: what arrives during a write is of the next round.
-                over = live.over
-                if live.outcome is Outcome.SLOW_CONSUMER:
-                    break
-                now = self._loop.time()
-                messages = [started(live)] if live.started_due else []
-                live.started_due = False
-                if deltas := deltas_due(live):
-                    messages += deltas
-                    live.flushed(now)
-                if live.ended is not None:
-                    messages.append(finished(live, now, self._cost(live)))
-                for message in messages:
-                    live.sequence += 1
-                    message.sequence = live.sequence
+            await self._stream(live, context, lambda message: (message,))
+
+    async def RunAgent(  # type: ignore[override]  # as Generate
+        self, request: runs_pb2.RunAgentRequest, context: Context
+    ) -> None:
+        """See scheduler.proto. Answered directly, where the request allows that: there is no agent
+        service yet."""
+        verdict = self._agent_verdict(request, context)
+        try:
+            direct = agent_path.direct_request(request)
+            live, field = await self._generation(
+                direct, context, whole=False, gate_reason=verdict.reason.value
+            )
+            async with self._served(live, field):
+                await self._stream(live, context, agent_path.DirectEvents(verdict.reason).of)
+        except SluiceError as error:
+            raise agent_path.in_a_runs_words(error) from None
+
+    def _agent_verdict(self, request: runs_pb2.RunAgentRequest, context: Context) -> Verdict:
+        """Checks a run and asks the gate; raises a typed refusal."""
+        caller, gate_reason = None, ""
+        try:
+            caller = self._caller(request, context)
+            agent_path.check(request, caller.tenant)
+            model = self._catalog.resolve(request.model, caller.tenant)
+            load = self._gate.domain.load_of(model)
+            verdict = self._agents.judge(request, caller.tenant, load)
+            if verdict.path is Path.REFUSED:
+                gate_reason = verdict.reason.value
+                raise self._agents.refusal(verdict)
+        except SluiceError as refusal:
+            self._refused(caller, None, refusal, gate_reason)
+            raise
+        return verdict
+
+    async def _stream(
+        self,
+        live: LiveRequest,
+        context: Context,
+        told: Callable[[generate_pb2.GenerateResponse], Iterable[Any]],
+    ) -> None:
+        """Writes what gathers until the request is over. ``told``: what a message is written as."""
+        over = False
+        while not over:
+            await live.ready()
+            # Looked at once per round: what arrives during a write is of the next round.
+            over = live.over
+            if live.outcome is Outcome.SLOW_CONSUMER:
+                break
+            now = self._loop.time()
+            messages = [started(live)] if live.started_due else []
+            live.started_due = False
+            if deltas := deltas_due(live):
+                messages += deltas
+                live.flushed(now)
+            if live.ended is not None:
+                messages.append(finished(live, now, self._cost(live)))
+            for message in messages:
+                live.sequence += 1
+                message.sequence = live.sequence
+                for written in told(message):
                     live.write_began_s = self._loop.time()
-                    await context.write(message)
+                    await context.write(written)
                     live.write_began_s = 0.0
-                self._metrics.messages += len(messages)
+            self._metrics.messages += len(messages)
 
     async def GenerateText(
         self, request: generate_pb2.GenerateTextRequest, context: Context
@@ -222,7 +268,9 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
     # Admission.
 
     def _caller(
-        self, request: translate.GenerateMessage | generate_pb2.EmbedRequest, context: Context
+        self,
+        request: translate.GenerateMessage | generate_pb2.EmbedRequest | runs_pb2.RunAgentRequest,
+        context: Context,
     ) -> Caller:
         tenant = self._tenants.tenant(_header(context, "authorization"))
         identifier = translate.request_id(request.request_id, _header(context, "x-request-id"))
@@ -230,7 +278,12 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         return Caller(tenant, identifier, tenant.class_for(wanted))
 
     async def _generation(
-        self, request: translate.GenerateMessage, context: Context, *, whole: bool
+        self,
+        request: translate.GenerateMessage,
+        context: Context,
+        *,
+        whole: bool,
+        gate_reason: str = "",
     ) -> tuple[LiveRequest, str]:
         """Checks a request, reserves its quota and makes its live form; raises a typed refusal.
         Cheapest check first, and nothing is copied or hashed for a request before all of them: a
@@ -243,6 +296,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             output = translate.check_sampling(request.sampling)
             domain = self._gate.domain
             ticket = self._ticket(caller, model, source.size_bytes, context)
+            ticket.gate_reason = gate_reason
             ticket.prompt_tokens = source.tokens or domain.expected_prompt_tokens(
                 model, source.size_bytes
             )
@@ -326,7 +380,13 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             sampled=self._decisions.sample(),
         )
 
-    def _refused(self, caller: Caller | None, ticket: Ticket | None, refusal: SluiceError) -> None:
+    def _refused(
+        self,
+        caller: Caller | None,
+        ticket: Ticket | None,
+        refusal: SluiceError,
+        gate_reason: str = "",
+    ) -> None:
         """Counts and records a refusal; ``caller`` and ``ticket``: if it came so far."""
         outcome = outcome_of(refusal)
         self._metrics.refused(outcome, refusal, ticket)
@@ -335,7 +395,12 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._usage.ended(ticket, outcome, NOTHING_USED)
         elif caller is not None:
             self._decisions.wrong(
-                caller.tenant.name, caller.request_id, caller.priority_class, outcome, refusal
+                caller.tenant.name,
+                caller.request_id,
+                caller.priority_class,
+                outcome,
+                refusal,
+                gate_reason,
             )
 
     async def _reserve(self, ticket: Ticket) -> Reservation:

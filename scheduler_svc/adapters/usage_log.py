@@ -51,6 +51,7 @@ class _Sums:
     output_tokens: int = 0
     cost: float = 0.0
     engine_s: float = 0.0
+    agent_not_needed: int = 0
 
     def record(self, key: _Key) -> usage_pb2.UsageRecord:
         """As a message."""
@@ -64,6 +65,7 @@ class _Sums:
             completion_tokens=self.output_tokens,
             cost=self.cost,
             gpu_seconds=self.engine_s,
+            agent_not_needed=self.agent_not_needed,
         )
 
 
@@ -103,17 +105,9 @@ class UsageLog:
         engine_s: float = 0.0,
     ) -> None:
         """A request is over."""
-        if self._stub is None:
-            return
-        of_tenant = self._sums.setdefault(ticket.tenant, {})
-        key = (ticket.model, int(self._clock()) // HOUR_S)
-        sums = of_tenant.get(key)
+        sums = self._sums_of(ticket.tenant, ticket.model)
         if sums is None:
-            if self._count >= SUMS_MAX:
-                self.lost += 1
-                return
-            self._count += 1
-            sums = of_tenant[key] = _Sums()
+            return
         name = outcome.value
         sums.outcomes[name] = sums.outcomes.get(name, 0) + 1
         sums.prompt_tokens += used.prompt_tokens
@@ -121,6 +115,27 @@ class UsageLog:
         sums.output_tokens += used.output_tokens
         sums.cost += cost
         sums.engine_s += engine_s
+
+    def agent_not_needed(self, tenant: str, model: str) -> None:
+        """An agent run is over for which a direct call would have done."""
+        sums = self._sums_of(tenant, model)
+        if sums is not None:
+            sums.agent_not_needed += 1
+
+    def _sums_of(self, tenant: str, model: str) -> _Sums | None:
+        """Where to add; ``None``: nowhere, counted as lost if there should be a place."""
+        if self._stub is None:
+            return None
+        of_tenant = self._sums.setdefault(tenant, {})
+        key = (model, int(self._clock()) // HOUR_S)
+        sums = of_tenant.get(key)
+        if sums is None:
+            if self._count >= SUMS_MAX:
+                self.lost += 1
+                return None
+            self._count += 1
+            sums = of_tenant[key] = _Sums()
+        return sums
 
     async def query(
         self, tenant: str, begin_s: float, end_s: float

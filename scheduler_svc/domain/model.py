@@ -145,8 +145,8 @@ class Ticket:
     ``first_token_limit_s`` are absolute. ``attempts`` counts charged attempts: those that an
     instance failed; ``attempt`` numbers every dispatch and only grows. ``prefix`` is ``None`` when
     nobody looks at prefixes. ``continuable``: whether an output that was begun may be continued by
-    another attempt. ``sampled``: its decision record is kept however it ends. Fields below it
-    belong to the scheduler.
+    another attempt. ``sampled``: its decision record is kept however it ends. ``gate_reason``:
+    what the agent gate said, if it was asked. Fields below it belong to the scheduler.
 
     ``fingerprint``: of the model that began the output; only instances with the same one may go on
     with it. ``None``: nothing was begun. ``resumed_tokens``: output tokens that earlier attempts
@@ -174,6 +174,7 @@ class Ticket:
     prefix: Prefix | None = None
     continuable: bool = False
     sampled: bool = False
+    gate_reason: str = ""
     trail: Trail | None = field(default=None, init=False)
     fingerprint: str | None = field(default=None, init=False)
     resumed_tokens: int = field(default=0, init=False)

@@ -18,8 +18,11 @@ from collections import Counter
 from math import inf
 from typing import Literal
 
+import numpy as np
+
 from scheduler_svc.domain import refusals
 from scheduler_svc.domain.admission import Admission
+from scheduler_svc.domain.agent_gate import FleetLoad
 from scheduler_svc.domain.breaker import (
     BreakerState,
     FirstTokenPace,
@@ -406,6 +409,18 @@ class Scheduler:
         load = self._ledger.load(known.row)
         waiting, kv_tokens = self._queue.waiting((known.report.model, WorkKind.GENERATE))
         return Demand(load.sequences + waiting, load.kv_tokens + kv_tokens)
+
+    def load_of(self, model: str) -> FleetLoad:
+        """How busy the instances are that generate with a model, for the agent gate."""
+        line = (model, WorkKind.GENERATE)
+        usable = self._fleet.usable(line)
+        running = self._ledger.running(line)
+        parallel = running + float(np.maximum(self._fleet.free_sequences[usable], 0.0).sum())
+        service_s = self._estimates.service_s(line)
+        if not parallel:
+            return FleetLoad(1.0, inf)
+        waiting = self._queue.waiting(line)[0]
+        return FleetLoad(running / parallel, waiting * (service_s or 0.0) / parallel)
 
     def serves(self, model: str) -> bool:
         """Whether any known instance, usable or not, has this model."""

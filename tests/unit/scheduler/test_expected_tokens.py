@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from scheduler_svc.adapters.agent_path import AgentPath
 from scheduler_svc.adapters.decision_log import DecisionLog
 from scheduler_svc.adapters.decision_records import Recorder
 from scheduler_svc.adapters.decisions import Decisions
@@ -18,6 +19,7 @@ from scheduler_svc.adapters.public_api import PublicApi
 from scheduler_svc.adapters.quota_keeper import QuotaKeeper
 from scheduler_svc.adapters.usage_log import UsageLog
 from scheduler_svc.config import SchedulerConfig, class_times
+from scheduler_svc.domain.agent_gate import AgentGate, AgentLimits
 from scheduler_svc.domain.flush import FlushBudget
 from scheduler_svc.domain.limits import SchedulerLimits
 from scheduler_svc.domain.model import PriorityClass, Ticket
@@ -48,6 +50,7 @@ async def ticket_of(request: generate_pb2.GenerateRequest) -> Ticket:
         UsageLog("test", None),
         Prices(),
         Decisions(Recorder("test", 1.0), DecisionLog(1 << 20), 0.0),
+        AgentPath(AgentGate(AgentLimits()), UsageLog("test", None)),
     )
     live, _ = await api._generation(request, cast("Any", CONTEXT), whole=False)
     return live.ticket

@@ -1,0 +1,150 @@
+"""The agent gate: closed unless asked, allowed, and there is room; and what was not needed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from scheduler_svc.domain.agent_gate import (
+    AgentGate,
+    AgentLimits,
+    AgentMode,
+    FleetLoad,
+    GateReason,
+    Path,
+    RunSummary,
+    Verdict,
+    agent_not_needed,
+    extra_cost,
+)
+from scheduler_svc.domain.model import Outcome
+from sluice.errors import Code
+from tests.unit.scheduler.scheduling import Bench, a_ticket
+
+IDLE = FleetLoad(0.0, 0.0)
+LIMITS = AgentLimits(runs_max=3, utilisation_max=0.9, wait_max_s=2.0)
+
+
+def judged(
+    gate: AgentGate | None = None, mode: AgentMode = AgentMode.REQUIRED, **changes: Any
+) -> Verdict:
+    values: dict[str, Any] = {
+        "load": IDLE,
+        "allowed": True,
+        "available": True,
+        "tenant_runs_max": None,
+    } | changes
+    return (gate or AgentGate(LIMITS)).judge(mode, "t", **values)
+
+
+def test_nobody_who_does_not_ask_takes_the_agent_path() -> None:
+    for allowed, available in itertools.product((True, False), repeat=2):
+        verdict = judged(mode=AgentMode.DIRECT, allowed=allowed, available=available)
+        assert verdict == Verdict(Path.DIRECT, GateReason.NOT_ASKED)
+
+
+@pytest.mark.parametrize("mode", [AgentMode.REQUIRED, AgentMode.AUTO])
+def test_who_asks_and_may_gets_it_while_there_is_room(mode: AgentMode) -> None:
+    assert judged(mode=mode) == Verdict(Path.AGENT, GateReason.ALLOWED)
+    assert judged(mode=mode, load=FleetLoad(0.9, 2.0)).path is Path.AGENT, "at the limits"
+
+
+CLOSED: list[tuple[dict[str, Any], GateReason, Code, str]] = [
+    ({"allowed": False}, GateReason.NOT_ALLOWED, Code.PERMISSION_DENIED, "AGENT_REFUSED"),
+    ({"available": False}, GateReason.NOT_AVAILABLE, Code.UNAVAILABLE, "AGENT_SERVICE_MISSING"),
+    (
+        {"load": FleetLoad(0.91, 0.0)},
+        GateReason.SATURATED,
+        Code.RESOURCE_EXHAUSTED,
+        "AGENT_REFUSED",
+    ),
+    (
+        {"load": FleetLoad(0.0, 2.1)},
+        GateReason.SATURATED,
+        Code.RESOURCE_EXHAUSTED,
+        "AGENT_REFUSED",
+    ),
+    ({"tenant_runs_max": 0}, GateReason.TOO_MANY_RUNS, Code.RESOURCE_EXHAUSTED, "AGENT_REFUSED"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason", "code", "told"), CLOSED)
+def test_a_closed_gate_refuses_with_a_typed_reason_or_answers_directly(
+    changes: dict[str, Any], reason: GateReason, code: Code, told: str
+) -> None:
+    gate = AgentGate(LIMITS)
+    assert judged(gate, AgentMode.AUTO, **changes).path is Path.DIRECT
+    verdict = judged(gate, **changes)
+    assert (verdict.path, verdict.reason) == (Path.REFUSED, reason)
+    refusal = gate.refusal(verdict)
+    assert (refusal.code, refusal.reason) == (code, told)
+    assert refusal.outcome is Outcome.AGENT_REFUSED
+    assert (refusal.retry_after_s is not None) == (code is Code.RESOURCE_EXHAUSTED)
+    if told == "AGENT_REFUSED":
+        assert refusal.metadata["gate_reason"] == reason.value
+
+
+def test_the_right_is_checked_before_anything_that_tells_of_others() -> None:
+    gate = AgentGate(LIMITS)
+    for _ in range(3):
+        gate.begin("other")
+    assert judged(gate, allowed=False).reason is GateReason.NOT_ALLOWED
+
+
+def test_runs_are_bounded_for_a_tenant_and_for_all_and_come_back() -> None:
+    gate = AgentGate(LIMITS)
+    gate.begin("t")
+    verdict = judged(gate, tenant_runs_max=1)
+    assert (verdict.reason, verdict.scope) == (GateReason.TOO_MANY_RUNS, "tenant")
+    assert gate.refusal(verdict).quotas[0].subject == "concurrent_runs"
+    gate.begin("u")
+    gate.begin("u")
+    verdict = judged(gate, tenant_runs_max=2)
+    assert (verdict.reason, verdict.scope) == (GateReason.TOO_MANY_RUNS, "scheduler")
+    assert not gate.refusal(verdict).quotas
+    gate.end("u")
+    assert judged(gate, tenant_runs_max=2).path is Path.AGENT
+    gate.end("t")
+    gate.end("u")
+    assert gate.runs == 0
+    with pytest.raises(AssertionError):
+        gate.end("t")
+
+
+def test_the_fleets_load_is_that_of_the_models_instances() -> None:
+    bench = Bench("a", report={"sequences_max": 2})
+    assert bench.scheduler.load_of("m") == FleetLoad(0.0, 0.0)
+    bench.dispatch(a_ticket())
+    assert bench.scheduler.load_of("m").utilisation == 0.5
+    tickets = [a_ticket() for _ in range(3)]
+    bench.submit(*tickets)
+    bench.turn()
+    assert bench.scheduler.load_of("m").utilisation == 1.0
+    assert bench.scheduler.load_of("unknown").utilisation == 1.0
+    first = next(ticket for ticket in tickets if ticket.attempt)
+    bench.now = 4.0
+    bench.scheduler.ended(first.id, 1, bench.now, output_tokens=5)
+    assert bench.scheduler.load_of("m").wait_s > 0
+
+
+RUN = RunSummary("t", "m", model_calls=1, tool_calls=0, cost=5.0, direct_cost=2.0)
+
+
+@pytest.mark.parametrize(
+    ("run", "not_needed", "extra"),
+    [
+        (RUN, True, 3.0),
+        (replace(RUN, model_calls=0), True, 3.0),
+        (replace(RUN, cost=1.0), True, 0.0),
+        (replace(RUN, model_calls=2), False, 0.0),
+        (replace(RUN, tool_calls=1), False, 0.0),
+    ],
+)
+def test_a_run_of_one_call_without_tools_was_not_needed(
+    run: RunSummary, not_needed: bool, extra: float
+) -> None:
+    assert agent_not_needed(run) is not_needed
+    assert extra_cost(run) == extra
