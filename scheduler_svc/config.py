@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scheduler_svc.domain.agent_gate import AgentLimits
@@ -171,6 +171,18 @@ class SchedulerConfig:
     first_token_batch_s: float = setting(
         3600.0, unit="s", ge=0.05, le=86400.0, help="First-token limit of batch requests."
     )
+    share_interactive: float = setting(
+        0.10,
+        ge=0.0,
+        le=1.0,
+        help="What interactive work that waits is owed of what critical work gets.",
+    )
+    share_standard: float = setting(
+        0.05, ge=0.0, le=1.0, help="The same for standard work, of what the classes above it get."
+    )
+    share_batch: float = setting(
+        0.02, ge=0.0, le=1.0, help="The same for batch work, of what the classes above it get."
+    )
     inter_token_limit_s: float = setting(
         30.0, unit="s", ge=0.05, le=3600.0, help="Longest pause between two tokens of one output."
     )
@@ -217,7 +229,14 @@ class ClassTimes:
 
 def domain_limits(config: SchedulerConfig) -> SchedulerLimits:
     """The domain's numbers, as far as they can be set."""
+    shares = {
+        PriorityClass.INTERACTIVE: config.share_interactive,
+        PriorityClass.STANDARD: config.share_standard,
+        PriorityClass.BATCH: config.share_batch,
+    }
+    classes = SchedulerLimits().classes
     return SchedulerLimits(
+        classes={cls: replace(one, share=shares.get(cls, 0.0)) for cls, one in classes.items()},
         prefix_index_bytes=config.prefix_index_mib << 20,
         report_stale_s=config.report_stale_s,
         stale_open=config.stale_reports == "open",

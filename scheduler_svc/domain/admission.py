@@ -8,6 +8,7 @@ not measured refuses nobody, and one that was let in wrongly is refused when its
 from __future__ import annotations
 
 from math import inf
+from typing import Final
 
 from scheduler_svc.domain import refusals
 from scheduler_svc.domain.estimate import Estimates
@@ -16,6 +17,9 @@ from scheduler_svc.domain.ledger import Ledger
 from scheduler_svc.domain.limits import SchedulerLimits
 from scheduler_svc.domain.model import Line, Refusal, Ticket
 from scheduler_svc.domain.queue import TicketQueue
+
+# Of the time that a ticket has until it is due: what the likely time to a first token may take.
+FIRST_TOKEN_SHARE: Final = 0.25
 
 
 class Admission:
@@ -66,9 +70,13 @@ class Admission:
         return refusals.no_instance(self._spread(ticket, probe_s - now))
 
     def hopeless_at(self, ticket: Ticket, now: float) -> float:
-        """From then on the first token cannot come in time."""
+        """From then on the first token cannot come in time, or most likely does not: what is begun
+        so late is aborted before it has an answer. The likely part is bounded by a share of the
+        time that the ticket had, so that a wrong estimate refuses only the last of it."""
         prefill_s = self._estimates.prefill_s(ticket.model, ticket.prompt_tokens, now)
-        return ticket.due_s - prefill_s
+        likely_s = self._estimates.first_token_s(ticket.line)
+        likely_s = min(likely_s, FIRST_TOKEN_SHARE * (ticket.due_s - ticket.arrival_s))
+        return ticket.due_s - max(prefill_s, likely_s)
 
     def patience_until(self, line: Line, now: float) -> float:
         """When tickets of a line stop waiting for an instance: never while one may serve it, at

@@ -61,6 +61,8 @@ class Estimates:
         self._limits = limits
         self._bytes_per_token: Means[str] = Means(limits.models_max)
         self._service_s: Means[Line] = Means(limits.models_max)
+        self._first_s: Means[Line] = Means(limits.models_max)
+        self._first_deviation_s: Means[Line] = Means(limits.models_max)
         self._output: Means[str] = Means(limits.models_max)
         self._tenant_output: Means[tuple[str, str]] = Means(limits.tenant_models_max)
         self._prefill: OrderedDict[str, PrefillRate] = OrderedDict()
@@ -79,6 +81,13 @@ class Estimates:
             self._output.learn(ticket.model, output_tokens)
             self._tenant_output.learn((ticket.tenant, ticket.model), output_tokens)
         self._service_s.learn(ticket.line, max(0.0, service_s))
+
+    def saw_first_token(self, line: Line, took_s: float) -> None:
+        """From a dispatch to its first token."""
+        mean_s = self._first_s.get(line)
+        self._first_s.learn(line, took_s)
+        if mean_s is not None:
+            self._first_deviation_s.learn(line, abs(took_s - mean_s))
 
     def saw_prefill(self, model: str, tokens_per_s: float, now: float) -> None:
         """The throughput of an instance that had prompts to read all the time."""
@@ -113,6 +122,11 @@ class Estimates:
         """Expected time from dispatch to end; ``None`` before the first end."""
         return self._service_s.get(line)
 
+    def first_token_s(self, line: Line) -> float:
+        """Time from dispatch to first token that most stay below: the mean and two mean deviations
+        (as TCP reckons its timeout: Jacobson 1988); 0 when nothing is known."""
+        return (self._first_s.get(line) or 0.0) + 2.0 * (self._first_deviation_s.get(line) or 0.0)
+
     def prefill_s(self, model: str, prompt_tokens: int, now: float) -> float:
         """The least time in which a prompt of that length can be read; 0 when nothing recent is
         known: what was not measured refuses nobody."""
@@ -126,6 +140,8 @@ class Estimates:
         assert len(self._bytes_per_token) <= self._limits.models_max
         assert len(self._output) <= self._limits.models_max
         assert len(self._service_s) <= self._limits.models_max
+        assert len(self._first_s) <= self._limits.models_max
+        assert len(self._first_deviation_s) <= self._limits.models_max
         assert len(self._tenant_output) <= self._limits.tenant_models_max
         assert len(self._prefill) <= self._limits.models_max
 

@@ -177,6 +177,7 @@ class Scheduler:
         if ticket is None or ticket.first_token:
             return
         ticket.first_token = True
+        self._estimates.saw_first_token(ticket.line, now - ticket.dispatched_s)
         self._judge_first_token(ticket, now)
         self._ledger.first_token(ticket)
         self._fleet.refresh_row(ticket.row)

@@ -200,6 +200,34 @@ def test_a_prompt_that_cannot_be_read_in_time_is_refused_once_the_rate_is_known(
     assert bench.scheduler.submit(a_ticket(prompt_tokens=20_000), 3.0) is None
 
 
+def test_what_would_most_likely_miss_its_limit_is_refused_and_not_begun() -> None:
+    bench = Bench("a", report={"sequences_max": 1})
+    for _ in range(20):
+        ticket = a_ticket()
+        bench.dispatch(ticket)
+        bench.scheduler.first_token(ticket.id, 1, 2.0)  # each takes 2 s
+        bench.scheduler.ended(ticket.id, 1, 2.0, output_tokens=1)
+    running, waiting = a_ticket(), a_ticket(first_token_limit_s=20.0)
+    bench.dispatch(running)
+    bench.submit(waiting)
+    bench.now = 18.5
+    bench.scheduler.ended(running.id, 1, 18.5, output_tokens=1)
+    (refuse,) = bench.refused()
+    assert (refuse.ticket, refuse.outcome) == (waiting, Outcome.HOPELESS)
+
+
+def test_however_long_first_tokens_took_only_the_last_quarter_of_the_time_is_refused() -> None:
+    bench = Bench("a", report={"sequences_max": 1})
+    slow = a_ticket(first_token_limit_s=50.0)
+    bench.dispatch(slow)
+    bench.scheduler.first_token(slow.id, 1, 45.0)
+    waiting = a_ticket(first_token_limit_s=20.0)
+    bench.submit(waiting)
+    bench.now = 14.9
+    bench.scheduler.ended(slow.id, 1, 14.9, output_tokens=1)
+    assert [dispatch.ticket for dispatch in bench.turn()] == [waiting]
+
+
 def test_a_wrong_estimate_heals_because_an_empty_queue_is_never_hopeless() -> None:
     bench = Bench("a")
     for _ in range(20):

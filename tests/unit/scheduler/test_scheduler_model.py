@@ -20,6 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from scheduler_svc.domain.admission import FIRST_TOKEN_SHARE
 from scheduler_svc.domain.canonical import PrefixHasher
 from scheduler_svc.domain.limits import BreakerLimits, ClassLimits
 from scheduler_svc.domain.model import (
@@ -605,7 +606,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if outcome is Outcome.DEADLINE_EXCEEDED:
             assert ticket.deadline_s <= self.now
         elif outcome is Outcome.HOPELESS:
-            assert ticket.due_s <= self.now
+            likely_s = FIRST_TOKEN_SHARE * (ticket.due_s - ticket.arrival_s)
+            assert ticket.due_s - likely_s <= self.now
         elif outcome is Outcome.INSTANCE_FAILED:
             assert ticket.resumed_tokens
             assert not self.reference.usable(ticket)
