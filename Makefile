@@ -124,6 +124,10 @@ bench-peers: $(BASE) $(DEV) $(PEERS) protos ## Measure other gateways on the sam
 bench-placement: $(BASE) $(DEV) protos ## Measure placement: decisions, the prefix index, policies on a real trace
 	@$(PYTHON) -m bench.placement $(BENCH_ARGS)
 
+.PHONY: bench-overload
+bench-overload: $(BASE) $(DEV) $(PEERS) protos ## Measure overload: goodput, SLOs, fairness, beside other gateways (11 minutes)
+	@$(PYTHON) -m bench.overload $(BENCH_ARGS)
+
 .PHONY: bench-vllm
 bench-vllm: $(BASE) $(DEV) $(VLLM) protos model ## Measure the mesh over vLLM
 	@$(PYTHON) -m bench.vllm $(BENCH_ARGS)

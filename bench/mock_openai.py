@@ -25,7 +25,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import cast
+from typing import Protocol, cast
 
 import uvloop
 
@@ -150,6 +150,25 @@ class Server:
             return response(b"404 Not Found", b'{"detail":"Not Found"}', b"application/json")
         return response(b"200 OK", *found)
 
+    def generate(self, transport: asyncio.Transport, path: str, body: bytes) -> Stream | None:
+        """Begins a chat completion that is streamed and says how long it is."""
+        if path != "/v1/chat/completions":
+            transport.write(self.answer(path))
+            return None
+        try:
+            asked = json.loads(body)
+            tokens = int(asked["max_tokens"])
+        except (ValueError, KeyError, TypeError):
+            asked, tokens = {}, 0
+        if not asked.get("stream") or not 1 <= tokens <= TOKENS_MAX:
+            text = b'{"error":{"message":"stream and max_tokens are needed"}}'
+            transport.write(response(b"400 Bad Request", text, b"application/json"))
+            return None
+        self.requests += 1
+        stream = Stream(transport, self.requests, tokens)
+        self.engine.submit(stream)
+        return stream
+
 
 def _model() -> dict[str, object]:
     return {
@@ -179,14 +198,31 @@ def response(status: bytes, body: bytes, content_type: bytes) -> bytes:
     )
 
 
+class Answer(Protocol):
+    """An answer that is being written."""
+
+    def drop(self) -> None:
+        """The reader has gone."""
+
+
+class Answering(Protocol):
+    """What a connection needs of a server."""
+
+    def answer(self, path: str) -> bytes:
+        """The whole response to a plain GET."""
+
+    def generate(self, transport: asyncio.Transport, path: str, body: bytes) -> Answer | None:
+        """Begins to answer a POST, or refuses it at once."""
+
+
 class Connection(asyncio.Protocol):
     """One keep-alive connection: requests one after the other, bodies with a known length."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Answering) -> None:
         self._server = server
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
-        self._stream: Stream | None = None
+        self._stream: Answer | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's class is no subclass
@@ -224,21 +260,10 @@ class Connection(asyncio.Protocol):
 
     def _request(self, method: str, path: str, body: bytes) -> None:
         assert self._transport is not None
-        if method != "POST" or path != "/v1/chat/completions":
+        if method == "POST":
+            self._stream = self._server.generate(self._transport, path, body)
+        else:
             self._transport.write(self._server.answer(path))
-            return
-        try:
-            asked = json.loads(body)
-            tokens = int(asked["max_tokens"])
-        except (ValueError, KeyError, TypeError):
-            asked, tokens = {}, 0
-        if not asked.get("stream") or not 1 <= tokens <= TOKENS_MAX:
-            text = b'{"error":{"message":"stream and max_tokens are needed"}}'
-            self._transport.write(response(b"400 Bad Request", text, b"application/json"))
-            return
-        self._server.requests += 1
-        self._stream = Stream(self._transport, self._server.requests, tokens)
-        self._server.engine.submit(self._stream)
 
 
 async def start(host: str, port: int, step_s: float) -> tuple[asyncio.Server, Server]:

@@ -43,6 +43,8 @@ class Gateway:
     package: str
     module: tuple[str, ...]
     options: tuple[str, ...] = ()
+    policy: str = "round_robin"
+    labels: tuple[tuple[str, str], ...] = ()  # put on each engine over its API
 
 
 GATEWAYS = (
@@ -112,19 +114,42 @@ def mock_engine(scratch: Path) -> Iterator[Running]:
 
 
 @contextmanager
-def gateway(kind: Gateway, python: Path, engine: str, scratch: Path) -> Iterator[Running]:
-    """A gateway before one engine, ready to forward."""
+def gateway(
+    kind: Gateway, python: Path, engines: Sequence[str], scratch: Path
+) -> Iterator[Running]:
+    """A gateway before engines (HOST:PORT each), ready to forward."""
     port, metrics_port = free_ports(2)
     log = scratch / f"{kind.name}.log"
     command = [str(python), "-m", *kind.module, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--worker-urls", f"http://{engine}", "--worker-startup-check-interval", "1"]
-    command += ["--policy", "round_robin", *kind.options]
+    command += ["--worker-urls", *(f"http://{engine}" for engine in engines)]
+    command += ["--worker-startup-check-interval", "1", "--policy", kind.policy, *kind.options]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
     command += ["--log-level", "warning" if kind.name == "vllm_router" else "warn"]
     with process(command, log) as child:
         running = Running(f"127.0.0.1:{port}", child.pid)
         _wait_ready(kind, running, child, log)
+        if kind.labels:
+            _label(running, dict(kind.labels), len(engines))
         yield running
+
+
+def _label(running: Running, labels: Mapping[str, str], engines: int) -> None:
+    """Puts labels on every engine, as soon as the gateway knows all of them."""
+    url = f"http://{running.target}/workers"
+    until = time.monotonic() + READY_S
+    while time.monotonic() < until:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            workers = json.load(answer)["workers"]
+        if len(workers) == engines and all(worker["is_healthy"] for worker in workers):
+            for worker in workers:
+                body = json.dumps({"labels": labels}).encode()
+                headers = {"content-type": "application/json"}
+                change = f"{url}/{worker['id']}"
+                request = urllib.request.Request(change, body, headers, method="PATCH")
+                urllib.request.urlopen(request, timeout=5).close()
+            return
+        time.sleep(0.2)
+    raise SystemExit(f"{running.target} does not know its {engines} engines")
 
 
 def version(python: Path, package: str) -> str:

@@ -259,13 +259,21 @@ def say(text: str) -> None:
     print(f"  {text}", flush=True)
 
 
-def _leave(number: int, _: FrameType | None) -> NoReturn:
-    """Leaves by the ordinary way, so that every block ends what it started; once."""
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
-        signal.signal(one, signal.SIG_IGN)
-    if number == signal.SIGALRM:
-        raise SystemExit(f"not done after {BUDGET_S} s: stopped")
-    raise SystemExit(128 + number)
+def leave_by_signal(budget_s: int) -> None:
+    """A signal, or so many seconds, end the process by the ordinary way, so that every block ends
+    what it started; once."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        for one in numbers:
+            signal.signal(one, signal.SIG_IGN)
+        if number == signal.SIGALRM:
+            raise SystemExit(f"not done after {budget_s} s: stopped")
+        raise SystemExit(128 + number)
+
+    for number in numbers:
+        signal.signal(number, leave)
+    signal.alarm(budget_s)
 
 
 def main() -> int:
@@ -281,9 +289,7 @@ def main() -> int:
     python: Path = arguments.peers_python.absolute()  # not resolved: a link into the environment
     if not python.exists():
         raise SystemExit(f"no gateways in {python}: `make bench-peers` installs them")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
-        signal.signal(number, _leave)
-    signal.alarm(BUDGET_S)
+    leave_by_signal(BUDGET_S)
     busy = os.getloadavg()[0]  # runnable processes of the last minute
     if busy > BUSY:
         say(f"other work runs on this machine (load {busy:.1f}): trust the ratios, not the figures")
@@ -295,7 +301,7 @@ def main() -> int:
             subjects.append(sluice_subject(stack.enter_context(our_mesh(scratch)), scratch))
         for kind in GATEWAYS:
             title = f"{kind.package} {version(python, kind.package)}"
-            running = stack.enter_context(gateway(kind, python, engine.target, scratch))
+            running = stack.enter_context(gateway(kind, python, [engine.target], scratch))
             target = running.target
             subjects.append(
                 sse_subject(kind.name, title, target, running.cpu_s, scratch, engine.target)
