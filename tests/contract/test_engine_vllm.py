@@ -10,6 +10,8 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,15 +21,18 @@ from inference_svc.adapters.vllm_engine.settings import EngineConfigError
 from inference_svc.ports import (
     Constraint,
     ConstraintKind,
+    Engine,
     FinishReason,
     Sampling,
     TextPrompt,
 )
+from sluice.common.v1 import sampling_pb2
 from sluice.errors import Code, SluiceError
 from tests.contract.engine_contract import GREEDY, PROMPT, GenerationContract, chat, names, refused
 from tests.contract.engine_contract_more import ContinuationContract, continuation
 from tests.contract.engine_harness import EngineHarness, begin, finish, generate, until
 from tests.contract.vllm_support import CHAT_MODEL, MARKS, harness_of, running_engine, settings
+from tests.unit.scheduler.memory_mesh import Answer, Cuts, memory_mesh
 
 pytestmark = MARKS
 
@@ -41,6 +46,22 @@ async def harness() -> AsyncIterator[EngineHarness]:
     wanted = settings(CHAT_MODEL, max_model_len=CONTEXT_TOKENS)
     async with running_engine(wanted) as engine:
         yield harness_of(engine, CHAT_MODEL)
+
+
+class Lent:
+    """The module's engine, for instances that would start and close it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def start(self) -> None:
+        """It runs already."""
+
+    async def close(self) -> None:
+        """Others go on with it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
 
 class TestVllmContract(GenerationContract, ContinuationContract):
@@ -88,6 +109,31 @@ class TestVllmItself:
             assert joined[:sure] == ids[:sure]
             text = delivered + rest.sink.text()
             assert text.startswith(harness.decode(ids[:sure]))
+
+    async def test_a_stream_that_breaks_goes_on_by_the_schedulers_own_continuation(
+        self, harness: EngineHarness, tmp_path: Path
+    ) -> None:
+        """Gate, link, frames and the instance's own parts before the real engine; the scheduler's
+        code makes the second start. As above up to the first near tie, and without a gap."""
+        sampling = replace(GREEDY, max_tokens=24)
+        whole = await generate(harness, PROMPT, replace(sampling, logprobs=2))
+        ids = whole.sink.token_ids()
+        ties = [
+            place
+            for place, entry in enumerate(whole.sink.logprobs())
+            if entry.top[0].logprob - entry.top[1].logprob < NEAR_TIE
+        ]
+        sure = min(ties, default=len(ids))
+        assert sure >= 2, "another prompt is needed: this one has a near tie at once"
+        lent = Lent(harness.engine)
+        wanted = sampling_pb2.SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+        async with memory_mesh(tmp_path, engines={"a": lent, "b": lent}) as mesh:
+            for cuts in ((1,), (sure // 2,), (sure - 1,), (1, sure // 2, len(ids))):
+                mesh.execution.cut = Cuts(*cuts)
+                answer = Answer.of(await mesh.over(mesh.submit(PROMPT, wanted)))
+                assert tuple(answer.token_ids[:sure]) == ids[:sure]
+                assert answer.text == harness.decode(answer.token_ids)
+                assert answer.usage == (len(whole.prepared.prompt_token_ids), 24)
 
     async def test_a_repetition_penalty_counts_the_tokens_before_the_seam(
         self, harness: EngineHarness

@@ -1,4 +1,4 @@
-"""A gate before real instances with simulated engines, all in memory and in virtual time.
+"""A gate before real instances, all in memory: with simulated engines in virtual time.
 
 What stands between is as thin as can be: each instance's frames are passed on as they are, except
 where a test cuts a stream in two."""
@@ -9,7 +9,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from inference_svc.adapters.engine_host import EngineHost
@@ -19,6 +19,7 @@ from inference_svc.adapters.room import RoomKeeper
 from inference_svc.adapters.simulated.engine import SimulatedEngine
 from inference_svc.adapters.simulated.faults import Fault
 from inference_svc.adapters.simulated.profile import SimulatedProfile
+from inference_svc.ports import Engine
 from scheduler_svc.adapters.execution_link import ExecuteConnection, ExecutionLink
 from scheduler_svc.adapters.gate import Gate
 from scheduler_svc.adapters.live_request import LiveRequest
@@ -64,10 +65,10 @@ ServerSide = FrameConnection[
 class MemoryInstance:
     """One instance: the inference service's own parts, without a server."""
 
-    def __init__(self, name: str, profile: SimulatedProfile) -> None:
+    def __init__(self, name: str, engine: Engine) -> None:
         self.name = name
-        self.engine = SimulatedEngine(profile)
-        self.host = EngineHost(lambda: self.engine)
+        self.engine = engine
+        self.host = EngineHost(lambda: engine)
         self.room = RoomKeeper(self.host.capacity)
         self.instance = Instance(name, self.host, self.room, None, Telemetry.off())
         self.up = True
@@ -260,16 +261,20 @@ END = inference_pb2.Delta(position=2**32 - 1)
 class MemoryMesh:
     """Everything, and what tests ask of it."""
 
-    def __init__(self, gate: Gate, execution: MemoryExecution) -> None:
+    def __init__(
+        self, gate: Gate, execution: MemoryExecution, simulated: list[SimulatedEngine]
+    ) -> None:
         self.gate = gate
+        self.simulated = simulated
         self.execution = execution
         self.instances = execution.instances
+        self.model = next(iter(self.instances.values())).engine.describe().model
         self._ids = itertools.count(1)
 
     def rule(self, fault: Fault) -> None:
-        """Scripts the same on every engine."""
-        for one in self.instances.values():
-            one.engine.faults.add(fault)
+        """Scripts the same on every simulated engine."""
+        for engine in self.simulated:
+            engine.faults.add(fault)
 
     def submit(
         self,
@@ -289,7 +294,7 @@ class MemoryMesh:
             id=TicketId(number),
             request_id=f"r{number}",
             tenant="dev",
-            model="m",
+            model=self.model,
             priority_class=priority_class,
             arrival_s=loop.time(),
             deadline_s=loop.time() + 600.0,
@@ -299,7 +304,7 @@ class MemoryMesh:
             size_bytes=len(prompt),
             continuable=obstacle_of(sampling) is None,
         )
-        work = inference_pb2.Work(request_id=ticket.request_id, model="m", sampling=sampling)
+        work = inference_pb2.Work(request_id=ticket.request_id, model=self.model, sampling=sampling)
         work.input.text = prompt
         live = LiveRequest(
             ticket,
@@ -335,9 +340,51 @@ class MemoryMesh:
         for status in snapshot.instances.values():
             assert status.running == status.kv_tokens == status.prefill_tokens == 0
         assert all(link.open_slots() == 0 for link in self.gate.links)
-        for one in self.instances.values():
-            assert one.room.sequences_held() == 0
-            assert one.engine.counters().running == 0
+        assert all(one.room.sequences_held() == 0 for one in self.instances.values())
+        assert all(engine.counters().running == 0 for engine in self.simulated)
+
+
+@dataclass
+class Answer:
+    """All that a client could see."""
+
+    text: str
+    token_ids: list[int]
+    finish: bytes
+    usage: tuple[int, int]
+
+    @staticmethod
+    def of(live: LiveRequest) -> Answer:
+        assert live.error is None, live.error
+        assert live.ended is not None
+        usage = live.usage()
+        (output,) = live.outputs
+        (end,) = live.ended.outputs
+        assert usage.completion_tokens == len(output.token_ids) == live.tokens
+        return Answer(
+            "".join(output.parts),
+            list(output.token_ids),
+            end.SerializeToString(deterministic=True),
+            (usage.prompt_tokens, usage.completion_tokens),
+        )
+
+
+class Cuts:
+    """Breaks the stream after each of so many tokens of the output, each time once; one beyond the
+    last is the end itself."""
+
+    def __init__(self, *after: int, passed: int = 0) -> None:
+        self.left = sorted(after)
+        self.passed = passed
+
+    def __call__(self, delta: inference_pb2.Delta) -> bool:
+        if delta is not END and delta.position != self.passed and delta.token_ids:
+            raise AssertionError("output that was cut off comes again, or is missing")
+        if self.left and (delta is END or self.left[0] <= self.passed):
+            self.left.pop(0)
+            return True
+        self.passed += len(delta.token_ids)
+        return False
 
 
 @asynccontextmanager
@@ -345,18 +392,22 @@ async def memory_mesh(
     folder: Path,
     *names: str,
     profile: SimulatedProfile = PROFILE,
-    others: dict[str, SimulatedProfile] | None = None,
+    others: Mapping[str, SimulatedProfile] | None = None,
+    engines: Mapping[str, Engine] | None = None,
     limits: Mapping[str, object] | None = None,
 ) -> AsyncIterator[MemoryMesh]:
-    """A gate and instances of one model; ``others`` have profiles of their own. Nothing may be left
-    when it is over."""
+    """A gate and instances of one model; ``others`` have profiles of their own, ``engines`` are
+    given. Nothing may be left when it is over."""
     ensure_keys(folder)
     # Tests break streams more often than a breaker would bear.
     patient = BreakerLimits(faults_max=1_000_000, volume_min=1_000_000)
     bounds = replace(SchedulerLimits(instances_max=8, breaker=patient), **(limits or {}))  # type: ignore[arg-type]
     gate = Gate(Scheduler(bounds, LeastWork()), GrantSigner.load(folder, "test"), FlushBudget())
     profiles = {**dict.fromkeys(names, profile), **(others or {})}
-    instances = {name: MemoryInstance(name, one) for name, one in profiles.items()}
+    made = {name: SimulatedEngine(one) for name, one in profiles.items()}
+    instances = {
+        name: MemoryInstance(name, one) for name, one in {**made, **(engines or {})}.items()
+    }
     execution = MemoryExecution(instances)
     gate.links = [ExecutionLink("execution-0", execution.connect, gate)]
 
@@ -372,7 +423,7 @@ async def memory_mesh(
         tasks += [group.create_task(gate.run()), group.create_task(gate.links[0].run())]
         tasks += [group.create_task(watch())]
         await asyncio.sleep(0.1)
-        mesh = MemoryMesh(gate, execution)
+        mesh = MemoryMesh(gate, execution, list(made.values()))
         yield mesh
         await mesh.idle()
         for task in tasks:

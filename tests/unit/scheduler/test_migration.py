@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
+from inference_svc.adapters.simulated.engine import SimulatedEngine
 from inference_svc.adapters.simulated.faults import Fault
 from scheduler_svc.adapters.answers import finished
-from scheduler_svc.adapters.live_request import LiveRequest
 from scheduler_svc.domain.model import Outcome, PriorityClass, TicketState
 from sluice.common.v1 import result_pb2, sampling_pb2
 from sluice.errors import Code
 from sluice.inference.v1 import inference_pb2
-from tests.unit.scheduler.memory_mesh import END, PROFILE, MemoryMesh, memory_mesh
+from tests.unit.scheduler.memory_mesh import END, PROFILE, Answer, Cuts, MemoryMesh, memory_mesh
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -67,49 +67,6 @@ CASES = {
         sampling(max_tokens=20, repetition_penalty=1.2, keep_special_tokens=True)
     ),
 }
-
-
-@dataclass
-class Answer:
-    """All that a client could see."""
-
-    text: str
-    token_ids: list[int]
-    finish: bytes
-    usage: tuple[int, int]
-
-    @staticmethod
-    def of(live: LiveRequest) -> Answer:
-        assert live.error is None, live.error
-        assert live.ended is not None
-        usage = live.usage()
-        (output,) = live.outputs
-        (end,) = live.ended.outputs
-        assert usage.completion_tokens == len(output.token_ids) == live.tokens
-        return Answer(
-            "".join(output.parts),
-            list(output.token_ids),
-            end.SerializeToString(deterministic=True),
-            (usage.prompt_tokens, usage.completion_tokens),
-        )
-
-
-class Cuts:
-    """Breaks the stream after each of so many tokens of the output, each time once; one beyond the
-    last is the end itself."""
-
-    def __init__(self, *after: int, passed: int = 0) -> None:
-        self.left = sorted(after)
-        self.passed = passed
-
-    def __call__(self, delta: inference_pb2.Delta) -> bool:
-        if delta is not END and delta.position != self.passed and delta.token_ids:
-            raise AssertionError("output that was cut off comes again, or is missing")
-        if self.left and (delta is END or self.left[0] <= self.passed):
-            self.left.pop(0)
-            return True
-        self.passed += len(delta.token_ids)
-        return False
 
 
 async def whole(mesh: MemoryMesh, case: Case) -> Answer:
@@ -248,6 +205,7 @@ def test_an_instance_that_has_another_model_by_now_refuses_and_is_left_alone(
             await asyncio.sleep(0.05)
             first = live.instance
             second, third = (mesh.instances[name] for name in "abc" if name != first)
+            assert isinstance(second.engine, SimulatedEngine)
             second.engine._fingerprint = "another"
             second.report = lambda gate: None  # type: ignore[method-assign]
             for name in "abc":
