@@ -71,6 +71,13 @@ class SchedulerConfig:
         choices=("open", "closed"),
         help="An instance with a stale report is used by ledger and credit alone, or not at all.",
     )
+    drain_run_max_s: float = setting(
+        5.0,
+        unit="s",
+        ge=0.0,
+        le=3600.0,
+        help="What is expected to run for longer on an instance that drains goes on elsewhere.",
+    )
     no_instance_wait_s: float = setting(
         10.0,
         unit="s",
@@ -240,6 +247,7 @@ def domain_limits(config: SchedulerConfig) -> SchedulerLimits:
         prefix_index_bytes=config.prefix_index_mib << 20,
         report_stale_s=config.report_stale_s,
         stale_open=config.stale_reports == "open",
+        drain_run_max_s=config.drain_run_max_s,
         no_instance_wait_s=config.no_instance_wait_s,
         breaker=breaker_limits(config),
     )
