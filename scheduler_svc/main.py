@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
+import grpc.aio
+
 from scheduler_svc.adapters.admin_api import AdminApi
 from scheduler_svc.adapters.agent_path import AgentPath
 from scheduler_svc.adapters.alias_table import AliasTable
@@ -37,7 +39,7 @@ from scheduler_svc.domain.prices import Prices
 from scheduler_svc.domain.scheduler import Scheduler
 from sluice import logs
 from sluice import telemetry_names as names
-from sluice.channels import open_channel
+from sluice.channels import is_target, open_channel
 from sluice.config import ConfigError, config_path, load
 from sluice.deadline import MethodDeadline
 from sluice.execution.v1 import execution_pb2_grpc
@@ -73,7 +75,7 @@ class Parts:
         self._channels = {target: open_channel(target) for target in config.executions}
         flush = FlushBudget(config.write_cost_us * 1e-6, config.write_share, config.write_capacity)
         domain = Scheduler(domain_limits(config), POLICIES[config.placement](0))
-        self.state_channel = open_channel(config.state) if config.state else None
+        self.state_channel = _state_channel(config.state)
         life = f"{config.name}:{time.time_ns()}"
         self.usage = UsageLog.over(self.state_channel, life)
         self.decisions = DecisionLog.over(self.state_channel, config.decision_ring_mib << 20)
@@ -196,6 +198,12 @@ class Parts:
             await self.usage.drain(USAGE_DRAIN_S)
             await self.decisions.drain(DECISIONS_DRAIN_S)
             await self.state_channel.close()
+
+
+def _state_channel(target: str) -> grpc.aio.Channel | None:
+    if target and not is_target(target):
+        raise ConfigError("scheduler.state", f"{target!r} must be host:port")
+    return open_channel(target) if target else None
 
 
 def _signer(config: SchedulerConfig) -> GrantSigner:

@@ -10,7 +10,7 @@ from typing import Final
 from google.protobuf.descriptor import FileDescriptor
 
 from sluice import logs
-from sluice.config import config_path, load
+from sluice.config import ConfigError, config_path, load
 from sluice.deadline import MethodDeadline
 from sluice.mesh_config import MeshSettings
 from sluice.server import Health, MeshServer, run, serve_until_signalled
@@ -59,12 +59,17 @@ class Parts:
     """The parts of a state service and the tasks that keep them going."""
 
     def __init__(self, config: StateConfig, health: Health) -> None:
-        def link(url: str) -> ValkeyLink:
-            return ValkeyLink(url, config.store_timeout_s, config.connections_max)
+        def link(field: str, url: str) -> ValkeyLink:
+            try:
+                return ValkeyLink(url, config.store_timeout_s, config.connections_max)
+            except ValueError:  # its text may hold a part of the URL, and that a password
+                raise ConfigError(
+                    f"state.{field}", "must be a redis://, rediss:// or unix:// URL"
+                ) from None
 
-        self._links = {"store": link(config.durable_url)}
+        self._links = {"store": link("durable_url", config.durable_url)}
         if config.volatile_url not in ("", config.durable_url):
-            self._links["store-volatile"] = link(config.volatile_url)
+            self._links["store-volatile"] = link("volatile_url", config.volatile_url)
         durable = self._links["store"]
         volatile = self._links.get("store-volatile", durable)
         registry = ValkeyRegistry(durable)

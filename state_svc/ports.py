@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 
 from sluice.quota.exchange import Answer, Exchange, QuotaUse
 
@@ -43,6 +43,16 @@ class Kind(StrEnum):
     SEEDS = "seeds"
 
 
+RECORDS_MAX: Final = {
+    Kind.TENANTS: 10_000,
+    Kind.KEYS: 20_000,
+    Kind.ALIASES: 1_000,
+    Kind.DRAINS: 4_096,
+    Kind.SEEDS: 40_000,
+}
+"""A watch tells all of a kind in one message, of at most 6 MiB."""
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """A value and its version, which grows with every change of its kind."""
@@ -61,6 +71,10 @@ class Snapshot:
 
 class VersionConflictError(Exception):
     """The record is at another version than was expected. Nothing was done."""
+
+
+class RegistryFullError(Exception):
+    """A kind has as many records as it may have. Nothing was done."""
 
 
 class NameTakenError(Exception):
@@ -86,7 +100,8 @@ class RegistryStore(Protocol):
     ) -> int:
         """Writes a record; returns its version. ``expected`` 0: it must not exist. ``unique``:
         values that no other record of the kind may have; only given for records that are written
-        once. Raises VersionConflictError, NameTakenError, ParentMissingError (for a key)."""
+        once. Raises VersionConflictError, NameTakenError, ParentMissingError (for a key) and, at
+        the bound of the kind, RegistryFullError."""
 
     async def delete(self, kind: Kind, name: str, *, expected: int | None = None) -> bool:
         """Deletes a record, with a tenant its keys; says whether it existed. Raises

@@ -36,7 +36,7 @@ from sluice.status import from_rpc_error
 
 T = TypeVar("T")
 
-CALL_TIMEOUT_S: Final = 5.0
+CALL_TIMEOUT_S: Final = 3.0  # below what an operator's command waits
 RETRY_AFTER_S: Final = 1.0
 KEY_BYTES: Final = 24
 KEY_ID_BYTES: Final = 6
@@ -156,7 +156,7 @@ async def _call(call: Awaitable[T]) -> T:
         return await call
     except grpc.aio.AioRpcError as error:
         typed = from_rpc_error(error)
-    if typed.reason.startswith("PEER_") and typed.code is Code.UNAVAILABLE:
+    if typed.reason in ("PEER_UNAVAILABLE", "DEADLINE_EXCEEDED"):
         raise unavailable(
             "STATE_UNREACHABLE", "the state service does not answer now", RETRY_AFTER_S
         )

@@ -20,7 +20,6 @@ from rich.text import Text
 from sluice.command.cli_support import (
     ConfigOption,
     EndpointOption,
-    fail_line,
     open_admin,
     output,
     print_table,
@@ -241,7 +240,7 @@ def key_revoke(
     from sluice.scheduler.v1 import admin_pb2
 
     if key_id == _own_key_id(config):
-        fail_line("note: this was the key of `sluice` itself, api-key")
+        raise ConfigError("key_id", f"{key_id} is the key of `sluice` itself, api-key")
     with open_admin(config, endpoint) as client:
         client.admin("RevokeKey", admin_pb2.RevokeKeyRequest(key_id=key_id))
     output().print(f"Key {key_id} is void within a second.")

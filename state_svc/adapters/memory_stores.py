@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 
 from state_svc.adapters.valkey_ledger import BATCH_KEPT_S, DECISION_KEPT_S, DECISIONS_MAX
 from state_svc.ports import (
+    RECORDS_MAX,
     Kind,
     NameTakenError,
     ParentMissingError,
     Record,
+    RegistryFullError,
     Snapshot,
     UsageKey,
     VersionConflictError,
@@ -40,6 +42,8 @@ class MemoryRegistry:
         parent = name.partition("/")[0]
         if kind is Kind.KEYS and parent not in self._records[Kind.TENANTS]:
             raise ParentMissingError
+        if name not in self._records[kind] and len(self._records[kind]) >= RECORDS_MAX[kind]:
+            raise RegistryFullError
         if any(self._unique[kind].get(one, name) != name for one in unique):
             raise NameTakenError
         self._unique[kind].update(dict.fromkeys(unique, name))

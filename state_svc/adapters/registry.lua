@@ -32,11 +32,12 @@ if op == 'delete' then
 end
 
 if KEYS[4] and redis.call('HEXISTS', KEYS[4], string.match(name, '^[^/]+')) == 0 then return {'PARENT'} end
-for i = 5, #ARGV do
+if not known and redis.call('HLEN', KEYS[1]) >= tonumber(ARGV[4]) then return {'FULL'} end
+for i = 6, #ARGV do
   local owner = redis.call('HGET', KEYS[2], ARGV[i])
   if owner and owner ~= name then return {'TAKEN'} end
 end
-for i = 5, #ARGV do redis.call('HSET', KEYS[2], ARGV[i], name) end
+for i = 6, #ARGV do redis.call('HSET', KEYS[2], ARGV[i], name) end
 local revision = redis.call('INCR', KEYS[3])
-redis.call('HSET', KEYS[1], name, revision .. ' ' .. ARGV[4])
+redis.call('HSET', KEYS[1], name, revision .. ' ' .. ARGV[5])
 return {'OK', revision}

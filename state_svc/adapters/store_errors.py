@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from sluice.errors import Code, SluiceError, not_found, unavailable
+from sluice.errors import Code, SluiceError, failed_precondition, not_found, unavailable
 from state_svc.ports import (
     NameTakenError,
     ParentMissingError,
+    RegistryFullError,
     StoreUnavailableError,
     VersionConflictError,
 )
@@ -32,6 +33,10 @@ def store_errors() -> Iterator[None]:
     except VersionConflictError as error:
         raise SluiceError(
             Code.ABORTED, "VERSION_CONFLICT", "It was changed since it was read; read it again."
+        ) from error
+    except RegistryFullError as error:
+        raise failed_precondition(
+            "REGISTRY_FULL", "There are as many as there may be; delete some first."
         ) from error
     except NameTakenError as error:
         raise SluiceError(Code.ALREADY_EXISTS, "ALREADY_EXISTS", "It is in use already.") from error

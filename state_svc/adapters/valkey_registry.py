@@ -11,12 +11,14 @@ from typing import Final
 
 from redis.asyncio import Redis
 
-from state_svc.adapters.valkey_link import Script, ValkeyLink, text
+from state_svc.adapters.valkey_link import Argument, Script, ValkeyLink, text
 from state_svc.ports import (
+    RECORDS_MAX,
     Kind,
     NameTakenError,
     ParentMissingError,
     Record,
+    RegistryFullError,
     Snapshot,
     VersionConflictError,
 )
@@ -45,7 +47,8 @@ class ValkeyRegistry:
         """See :class:`state_svc.ports.RegistryStore`."""
         checked = _UNCHECKED if expected is None else expected
         keys = _keys("put", kind)
-        reply = await self._link.script(_SCRIPT, keys, ["put", name, checked, value, *unique])
+        arguments: list[Argument] = ["put", name, checked, RECORDS_MAX[kind], value, *unique]
+        reply = await self._link.script(_SCRIPT, keys, arguments)
         return _version(reply)
 
     async def delete(self, kind: Kind, name: str, *, expected: int | None = None) -> bool:
@@ -109,6 +112,8 @@ def _version(reply: list[bytes | int]) -> int:
             return int(reply[1])
         case b"VERSION":
             raise VersionConflictError
+        case b"FULL":
+            raise RegistryFullError
         case b"TAKEN":
             raise NameTakenError
         case b"PARENT":

@@ -22,11 +22,13 @@ from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.adapters.valkey_quota import ValkeyQuotaStore
 from state_svc.adapters.valkey_registry import ValkeyRegistry
 from state_svc.ports import (
+    RECORDS_MAX,
     DecisionStore,
     Kind,
     NameTakenError,
     ParentMissingError,
     QuotaStore,
+    RegistryFullError,
     RegistryStore,
     UsageKey,
     UsageStore,
@@ -70,6 +72,21 @@ async def stores(request: pytest.FixtureRequest, server: ValkeyProcess) -> Async
         ValkeyQuotaStore(link),
     )
     await link.close()
+
+
+async def test_a_kind_takes_no_more_than_its_bound(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RECORDS_MAX, Kind.ALIASES, 2)
+    registry = stores.registry
+    for name in ("a", "b"):
+        await registry.put(Kind.ALIASES, name, b"1")
+    with pytest.raises(RegistryFullError):
+        await registry.put(Kind.ALIASES, "c", b"1")
+    await registry.put(Kind.ALIASES, "a", b"2")  # a change of what is there
+    await registry.delete(Kind.ALIASES, "b")
+    await registry.put(Kind.ALIASES, "c", b"1", unique=("x:1",))
+    assert await registry.find(Kind.ALIASES, "x:1") == "c"
 
 
 async def test_a_record_is_written_by_compare_and_set(stores: Stores) -> None:

@@ -141,6 +141,19 @@ CASES = {
         ("tenant[1].ceiling", "critical"),
         shape=Shape(tenants='[[tenant]]\nname = "x"\nceiling = "urgent"\n'),
     ),
+    "a state service at no address": Case(
+        "scheduler-0",
+        "scheduler.state",
+        ("'unix:/x'", "host:port"),
+        {"SLUICE_SCHEDULER_STATE": "unix:/x"},
+    ),
+    "a store of another kind": Case(
+        "state-0",
+        "state.durable_url",
+        ("redis://",),
+        {"SLUICE_STATE_DURABLE_URL": "http://:secret@x"},
+        shape=Shape(state={}),
+    ),
     "a key that is not there": Case(
         "scheduler-0",
         "scheduler.keys_dir",

@@ -23,6 +23,18 @@ def _well(health: Health) -> bool:
     return health.healthy
 
 
+def test_an_optional_component_is_told_of_and_does_not_count() -> None:
+    health = Health()
+    health.component("engine").up()
+    store = health.component("store", optional=True)
+    assert _well(health)
+    assert health.failing() == [("store", "starting")]
+    assert (0, {"component": "store"}) in health.readings()
+    store.up()
+    store.down("gone")
+    assert _well(health)
+
+
 def test_all_components_must_be_up() -> None:
     health = Health()
     assert health.failing() == []
