@@ -37,6 +37,7 @@ LIMITS = SchedulerLimits(
     classes=dict.fromkeys(PriorityClass, _ROOMY), no_room_pause_s=0.1, initial_credit_sequences=256
 )
 BATCH = 100
+TENANTS = 1_000
 
 
 def ticket(number: int, now: float = 0.0, prompt_tokens: int = 400) -> Ticket:
@@ -44,7 +45,7 @@ def ticket(number: int, now: float = 0.0, prompt_tokens: int = 400) -> Ticket:
     return Ticket(
         id=TicketId(number),
         request_id=str(number),
-        tenant=f"tenant-{number % 50}",
+        tenant=f"tenant-{number % TENANTS}",
         model="model",
         priority_class=PriorityClass(number % 4),
         arrival_s=now,
@@ -86,7 +87,7 @@ def median_us(run: Callable[[int], int], batches: int) -> float:
 
 def queue_us(waiting: int) -> tuple[float, float]:
     """Push, and take plus leave, with so many tickets waiting."""
-    queue = TicketQueue(LIMITS.classes)
+    queue = TicketQueue(LIMITS.classes, {}, LIMITS.tenants_idle_max)
     for number in range(waiting):
         queue.push(ticket(number))
     line = ticket(0).line

@@ -82,7 +82,7 @@ class Admission:
         """When tickets of a line stop waiting for an instance: never while one may serve it, at
         once when no known instance ever does, else ``no_instance_wait_s`` after it was first seen
         that none can."""
-        if self._fleet.usable(line).any():
+        if self._fleet.is_served(line):
             self._absent_since.pop(line, None)
             return inf
         if not self._fleet.has_line(line):
@@ -105,9 +105,9 @@ class Admission:
         return min(ends, default=None)
 
     def retry_after_s(self, ticket: Ticket) -> float:
-        """The expected wait behind all that is ahead, within bounds, spread by the ticket's id so
-        that those who were refused together do not come back together."""
-        return self._spread(ticket, self._wait_s(ticket))
+        """When all that is ahead is expected to be gone, within bounds, spread by the ticket's id
+        so that those who were refused together do not come back together."""
+        return self._spread(ticket, self._wait_s(ticket, stays=False))
 
     def _spread(self, ticket: Ticket, wait_s: float) -> float:
         limits = self._limits
@@ -115,13 +115,21 @@ class Admission:
         spread = (ticket.id * 2_654_435_761 % 2**32) / 2**31 - 1.0  # Knuth's hash, -1 to 1
         return wait_s * (1.0 + limits.retry_after_jitter * spread)
 
-    def _wait_s(self, ticket: Ticket) -> float:
-        """Expected time in the queue: the tickets ahead at the rate at which as many as may run at
-        once come to their end (Little's law). 0 when none is ahead or nothing is known, so that an
-        estimate that went wrong heals by itself."""
-        ahead = self._queue.ahead_of(ticket)
+    def ahead_of(self, ticket: Ticket, *, stays: bool = True) -> float:
+        """About how many tickets of mean size are served before this one, were it queued now; not
+        ``stays``: before it would go at once, were it to come back then."""
+        work = self._queue.ahead_of(ticket, stays=stays)
+        return work / (self._estimates.work_tokens(ticket.line) or ticket.work_tokens)
+
+    def _wait_s(self, ticket: Ticket, *, stays: bool = True) -> float:
+        """Expected time in the queue, or (not ``stays``) until it could go at once. What is ahead,
+        less what finds room at once, goes at the rate at which as many as may run at once come to
+        their end (Little's law). 0 when none is ahead or nothing is known, so that an estimate that
+        went wrong heals by itself."""
+        ahead = self.ahead_of(ticket, stays=stays)
         service_s = self._estimates.service_s(ticket.line)
         if not ahead or service_s is None:
             return 0.0
-        parallel = self._ledger.running(ticket.line) + self._fleet.free_for(ticket.line)
-        return ahead * service_s / parallel if parallel else 0.0
+        free = self._fleet.free_for(ticket.line, ticket.kv_tokens)
+        parallel = self._ledger.running(ticket.line) + free
+        return (ahead - free) * service_s / parallel if ahead > free and parallel else 0.0

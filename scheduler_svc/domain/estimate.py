@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from scheduler_svc.domain.limits import SchedulerLimits
-from scheduler_svc.domain.model import Line, Ticket, WorkKind
+from scheduler_svc.domain.model import OUTPUT_WEIGHT, Line, Ticket, WorkKind
 
 K = TypeVar("K", bound=Hashable)
 
@@ -63,6 +63,7 @@ class Estimates:
         self._service_s: Means[Line] = Means(limits.models_max)
         self._first_s: Means[Line] = Means(limits.models_max)
         self._first_deviation_s: Means[Line] = Means(limits.models_max)
+        self._work: Means[Line] = Means(limits.models_max)
         self._output: Means[str] = Means(limits.models_max)
         self._tenant_output: Means[tuple[str, str]] = Means(limits.tenant_models_max)
         self._prefill: OrderedDict[str, PrefillRate] = OrderedDict()
@@ -81,6 +82,8 @@ class Estimates:
             self._output.learn(ticket.model, output_tokens)
             self._tenant_output.learn((ticket.tenant, ticket.model), output_tokens)
         self._service_s.learn(ticket.line, max(0.0, service_s))
+        work = ticket.prompt_tokens + OUTPUT_WEIGHT * output_tokens
+        self._work.learn(ticket.line, max(1, work))
 
     def saw_first_token(self, line: Line, took_s: float) -> None:
         """From a dispatch to its first token."""
@@ -127,6 +130,10 @@ class Estimates:
         (as TCP reckons its timeout: Jacobson 1988); 0 when nothing is known."""
         return (self._first_s.get(line) or 0.0) + 2.0 * (self._first_deviation_s.get(line) or 0.0)
 
+    def work_tokens(self, line: Line) -> float | None:
+        """Weighted tokens of a ticket, in the mean; ``None`` before the first end."""
+        return self._work.get(line)
+
     def prefill_s(self, model: str, prompt_tokens: int, now: float) -> float:
         """The least time in which a prompt of that length can be read; 0 when nothing recent is
         known: what was not measured refuses nobody."""
@@ -142,6 +149,7 @@ class Estimates:
         assert len(self._service_s) <= self._limits.models_max
         assert len(self._first_s) <= self._limits.models_max
         assert len(self._first_deviation_s) <= self._limits.models_max
+        assert len(self._work) <= self._limits.models_max
         assert len(self._tenant_output) <= self._limits.tenant_models_max
         assert len(self._prefill) <= self._limits.models_max
 

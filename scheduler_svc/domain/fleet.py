@@ -166,10 +166,14 @@ class Fleet:
         mask: Mask = self._fingerprint_id == self._fingerprint_ids.get(fingerprint, -1)
         return mask
 
-    def free_for(self, line: Line) -> float:
-        """Sequences that may still start on usable rows of a line."""
-        free = self.free_sequences if line[1] is WorkKind.GENERATE else self._free_uncredited
-        return float(np.maximum(free[self.usable(line)], 0.0).sum())
+    def free_for(self, line: Line, kv_tokens: int = 1) -> float:
+        """Sequences of so many KV tokens each that may still start on usable rows of a line."""
+        usable = self.usable(line)
+        if line[1] is WorkKind.GENERATE:
+            free = np.minimum(self.free_sequences, np.floor(self.free_kv_tokens / kv_tokens))
+        else:
+            free = self._free_uncredited
+        return float(np.maximum(free[usable], 0.0).sum())
 
     def usable(self, line: Line) -> Mask:
         """Rows that may run tickets of a line, room aside. Do not write to it."""
@@ -181,6 +185,10 @@ class Fleet:
             if model in self._models:  # so the cache is bounded by the fleet
                 self._usable[line] = mask
         return mask
+
+    def is_served(self, line: Line) -> bool:
+        """Whether any row may run tickets of a line, room aside."""
+        return bool(np.count_nonzero(self.usable(line)))
 
     def with_sequence(self, kind: WorkKind) -> Mask:
         """Rows where one more sequence may start."""

@@ -7,7 +7,7 @@ Single-threaded, like everything in the domain.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
@@ -27,32 +27,32 @@ class LazyHeap(Generic[T]):
     __slots__ = ("_heap", "_live", "_stamp")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Key, int, int]] = []
-        self._live: dict[int, Entry[T]] = {}
+        self._heap: list[tuple[Key, int, Hashable]] = []
+        self._live: dict[Hashable, Entry[T]] = {}
         self._stamp = 0
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def __contains__(self, item_id: int) -> bool:
+    def __contains__(self, item_id: Hashable) -> bool:
         return item_id in self._live
 
     def items(self) -> Iterator[T]:
         """All live items, in no order."""
         return (entry[2] for entry in self._live.values())
 
-    def push(self, item_id: int, key: Key, item: T) -> None:
+    def push(self, item_id: Hashable, key: Key, item: T) -> None:
         """Adds ``item``, or moves it when its id is there already."""
         self._stamp += 1
         self.restore(item_id, (key, self._stamp, item))
 
-    def restore(self, item_id: int, entry: Entry[T]) -> None:
+    def restore(self, item_id: Hashable, entry: Entry[T]) -> None:
         """Puts back what :meth:`pop` returned, to exactly where it was."""
         self._live[item_id] = entry
         heappush(self._heap, (entry[0], entry[1], item_id))
         self._sweep()
 
-    def remove(self, item_id: int) -> bool:
+    def remove(self, item_id: Hashable) -> bool:
         """Whether it was there."""
         removed = self._live.pop(item_id, None) is not None
         if removed:

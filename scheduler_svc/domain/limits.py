@@ -6,6 +6,7 @@ from a peer or a measurement, the comment says so.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scheduler_svc.domain.model import PriorityClass
@@ -15,8 +16,8 @@ from scheduler_svc.domain.model import PriorityClass
 class ClassLimits:
     """Bounds of one priority class; per tenant they apply inside the class.
 
-    ``share`` is the part of a model's dispatches that the class is owed while it waits, also when
-    higher classes could use all of them (0 to 1; ignored for the highest class)."""
+    ``share``: while the class waits it is owed so many expected tokens for each one dispatched of
+    a higher class (0 to 1; ignored for the highest class)."""
 
     requests_max: int
     bytes_max: int
@@ -63,6 +64,11 @@ class SchedulerLimits:
     """The scheduler's numbers. Times in seconds, sizes in tokens or bytes."""
 
     classes: dict[PriorityClass, ClassLimits] = field(default_factory=_classes)
+    # Of tenants that are to get another part than one where they compete (see ``fair``).
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    # Counters of tokens served that are kept of tenants that neither wait nor run, per model and
+    # class: about 400 bytes each.
+    tenants_idle_max: int = 4_096
 
     # Fleet. Columns are allocated once at this size: 4,096 rows take about 1 MB.
     instances_max: int = 4_096
@@ -127,7 +133,7 @@ class SchedulerLimits:
 
     # Refusals say when to come back: the expected wait, between these bounds, +/- the jitter.
     retry_after_min_s: float = 0.5
-    retry_after_max_s: float = 30.0
+    retry_after_max_s: float = 300.0
     retry_after_jitter: float = 0.2
 
     # Learnt estimates.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING, Final, NewType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 TicketId = NewType("TicketId", int)
 InstanceName = NewType("InstanceName", str)
+
+# Of an output token, in prompt tokens, where work is measured: the weights 1 and 2 of the virtual
+# token counter (see ``fair``). An output token costs an engine step, a prompt token a part of one.
+OUTPUT_WEIGHT: Final = 2
 
 
 class PriorityClass(IntEnum):
@@ -85,6 +89,10 @@ class WorkKind(Enum):
 
     GENERATE = "generate"  # over the frame stream: needs credit
     EMBED = "embed"  # a unary call: needs no credit, has no output tokens
+
+    # Members are singletons. Enum's own hash runs Python code, some 20 times a request as part of
+    # a Line.
+    __hash__ = object.__hash__
 
 
 Line = tuple[str, WorkKind]  # model and kind: what waits for the same instances
@@ -155,6 +163,9 @@ class Ticket:
     it gave its place away, ``yielded_s`` the time of the last one. ``ran_s``: seconds on instances
     before this attempt. ``generated_tokens`` and ``first_token`` are about this attempt alone.
     ``stranded``: it waits, and when last looked no instance could go on with it.
+
+    ``charged_tokens``: weighted tokens that its tenant was charged, from its first dispatch to its
+    end. ``taken``: an instance has taken its prompt, in this attempt or one that it goes on from.
     """
 
     id: TicketId
@@ -183,6 +194,8 @@ class Ticket:
     yielded_s: float = field(default=0.0, init=False)
     ran_s: float = field(default=0.0, init=False)
     stranded: bool = field(default=False, init=False)
+    charged_tokens: int = field(default=0, init=False)
+    taken: bool = field(default=False, init=False)
     state: TicketState = field(default=TicketState.NEW, init=False)
     attempt: int = field(default=0, init=False)
     row: int = field(default=-1, init=False)
@@ -190,7 +203,6 @@ class Ticket:
     dispatched_s: float = field(default=0.0, init=False)
     generated_tokens: int = field(default=0, init=False)
     first_token: bool = field(default=False, init=False)
-    returned: bool = field(default=False, init=False)
     trial: int = field(default=-1, init=False)
     first_token_expected_s: float = field(default=0.0, init=False)
     passed_over: int = field(default=0, init=False)
@@ -229,6 +241,11 @@ class Ticket:
     def reread_tokens(self) -> int:
         """Tokens that would be read again if it stopped now: the price of a yield."""
         return self.prompt_tokens + self.resumed_tokens + self.generated_tokens
+
+    @property
+    def work_tokens(self) -> int:
+        """Expected weighted tokens: what fairness and shares are measured in."""
+        return max(1, self.prompt_tokens + OUTPUT_WEIGHT * self.output_tokens)
 
     @property
     def kv_tokens(self) -> int:

@@ -1,29 +1,37 @@
 """Waiting tickets: bounded per class and tenant, ordered per line.
 
 A *line* is (model, kind of work): tickets of one line wait for the same instances, so a full model
-never holds up another one. Inside a line there is one heap per priority class, earliest due first
-(due: the time by which the first token must be there), then earliest deadline, then first come.
-Tickets that were dispatched before and came back go first in their class.
+never holds up another one. Inside a line there is one :class:`FairQueue` per priority class, which
+says who goes next in it.
 
 Classes are served strictly in order, except that a class that waits is owed a named ``share`` of
-the line's dispatches: each dispatch of a higher class adds the share to its due, and at 1 its head
-goes next (a deficit counter in units of requests, capped at 1 so that nothing is saved up; the form
-of deficit round robin, Shreedhar and Varghese 1995, with a strict order above it).
+the line's work: each dispatch of a higher class adds the share of its expected tokens (output
+weighted) to what is owed, and when that reaches what the class's next ticket costs, it goes next.
+No more than that is saved up, and a class with nothing waiting is owed nothing (a deficit counter
+in tokens: deficit round robin, Shreedhar and Varghese 1995, with a strict order above it). So the
+next ticket of a class, of cost c, waits for at most c / share tokens of higher classes.
 
-Bounds are counted from :meth:`TicketQueue.push` to :meth:`TicketQueue.leave`. A ticket that comes
-back is not checked against them: it was admitted once, and there are never more of those than ran.
+Bounds are counted from :meth:`TicketQueue.push` to :meth:`TicketQueue.leave`. A tenant may have as
+much waiting in a class as is still free in it, so that one tenant takes half of it, n tenants take
+1 / (n + 1) each, and there is room for one more (dynamic thresholds: Choudhury and Hahne 1998). A
+ticket that comes back is not checked: it was admitted once, and there are never more of those than
+ran.
+
+A line is kept, with the counters of its tenants, while anything of it waits or runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
 
-from scheduler_svc.domain.heap import Entry, LazyHeap
+from scheduler_svc.domain.fair import FairQueue
 from scheduler_svc.domain.limits import ClassLimits
 from scheduler_svc.domain.model import Line, PriorityClass, Ticket
 
-_OWED = 1.0 - 1e-9  # sums of shares like 0.1 do not add up to 1 exactly
+CLASSES: Final = tuple(PriorityClass)
+_OWED = 1.0 - 1e-9  # sums of shares like 0.1 do not add up exactly
 
 
 @dataclass(slots=True)
@@ -34,129 +42,131 @@ class Usage:
     size_bytes: int = 0
 
 
-class ClassQueue:
-    """The order inside one class of one line. Fairness between tenants belongs here."""
+class LineQueue:
+    """The classes of one line and what the lower ones are owed, in weighted tokens."""
 
-    __slots__ = ("_heap", "_latest_due_s", "_taken")
+    __slots__ = ("_shares", "classes", "kv_tokens", "owed", "unsettled", "waiting")
 
-    def __init__(self) -> None:
-        self._heap: LazyHeap[Ticket] = LazyHeap()
-        self._taken: dict[int, Entry[Ticket]] = {}
-        self._latest_due_s = 0.0
-
-    def __len__(self) -> int:
-        return len(self._heap) + len(self._taken)
+    def __init__(
+        self,
+        shares: Mapping[PriorityClass, ClassLimits],
+        weights: Mapping[str, float],
+        tenants_idle_max: int,
+    ) -> None:
+        self._shares = tuple(shares[cls].share for cls in CLASSES)
+        self.classes = tuple(FairQueue(weights, tenants_idle_max) for _ in CLASSES)
+        self.owed = [0.0] * len(CLASSES)
+        self.waiting = 0
+        self.kv_tokens = 0
+        self.unsettled = 0  # tickets that were charged and not settled
 
     @property
-    def has_next(self) -> bool:
-        return len(self._heap) > 0
+    def is_over(self) -> bool:
+        """Whether nothing of it waits or runs."""
+        return not self.waiting and not self.unsettled
 
-    def tickets(self) -> Iterator[Ticket]:
-        yield from self._heap.items()
+    def next_class(
+        self, tried: Mapping[PriorityClass, int], tries_max: int
+    ) -> PriorityClass | None:
+        """Whose turn it is: a class that is owed its next ticket offers that one ticket ahead of
+        its rank; else the highest with one. Not those of which ``tries_max`` were tried."""
+        for cls in CLASSES:
+            owed = self.owed[cls]
+            if owed and not tried.get(cls):
+                head = self.classes[cls].peek()
+                if head is not None and owed >= head.work_tokens * _OWED:
+                    self.owed[cls] = float(head.work_tokens)  # no more is saved up
+                    return cls
+        for cls in CLASSES:
+            if self.classes[cls].has_next and tried.get(cls, 0) < tries_max:
+                return cls
+        return None
 
-    def push(self, ticket: Ticket) -> None:
-        latest = ticket.due_s if not len(self) else max(self._latest_due_s, ticket.due_s)
-        self._latest_due_s = latest
-        rank = 0.0 if ticket.returned else 1.0
-        self._heap.push(ticket.id, (rank, ticket.due_s, ticket.deadline_s), ticket)
+    def served(self, cls: PriorityClass, tokens: int) -> None:
+        """Settles what is owed after a dispatch of ``cls`` that cost so much."""
+        self.owed[cls] = max(0.0, self.owed[cls] - tokens)
+        for lower in CLASSES[cls + 1 :]:
+            if self.classes[lower].work:
+                self.owed[lower] += self._shares[lower] * tokens
 
-    def take(self) -> Ticket | None:
-        """The next ticket, in the caller's hand until it is restored or leaves."""
-        entry = self._heap.pop()
-        if entry is None:
-            return None
-        self._taken[entry[2].id] = entry
-        return entry[2]
-
-    def restore(self, ticket: Ticket) -> None:
-        self._heap.restore(ticket.id, self._taken.pop(ticket.id))
-
-    def remove(self, ticket: Ticket) -> None:
-        if self._taken.pop(ticket.id, None) is None:
-            assert self._heap.remove(ticket.id), "ticket is not here"
-
-    def ahead_of(self, due_s: float) -> float:
-        """About how many tickets go before one that is due then: exact at both ends, in between
-        as if due times were spread evenly. O(1)."""
-        head = self._heap.peek()
-        if head is None:
-            return 0.0
-        first, last = head[2].due_s, self._latest_due_s
-        if due_s >= last:
-            return float(len(self._heap))
-        if due_s <= first:
-            return 0.0
-        return len(self._heap) * (due_s - first) / (last - first)
+    def ahead_of(self, ticket: Ticket, *, stays: bool) -> float:
+        """About how many weighted tokens of the line are served before this ticket, were it pushed
+        now: of its class; of higher ones, unless it stays here and its share brings it forward; and
+        what lower ones are owed meanwhile."""
+        cls = ticket.priority_class
+        ahead = self.classes[cls].ahead_of(ticket)
+        higher = float(sum(self.classes[c].work for c in CLASSES[:cls]))
+        share = self._shares[cls]
+        if higher and share and stays:
+            owed = max(0.0, ahead + ticket.work_tokens - self.owed[cls])
+            higher = min(higher, owed / share)
+        ahead += higher
+        if ahead:
+            lower = CLASSES[cls + 1 :]
+            ahead += sum(min(self.classes[c].work, self._shares[c] * ahead) for c in lower)
+        return ahead
 
     def check(self) -> None:
-        assert not self._taken, "a ticket was taken and neither restored nor removed"
-        self._heap.check()
-
-
-@dataclass(slots=True)
-class LineQueue:
-    """The classes of one line and what the lower ones are owed."""
-
-    classes: tuple[ClassQueue, ...] = field(
-        default_factory=lambda: tuple(ClassQueue() for _ in PriorityClass)
-    )
-    owed: list[float] = field(default_factory=lambda: [0.0] * len(PriorityClass))
-    waiting: int = 0
-    kv_tokens: int = 0
-
-    def order(self, tried: Mapping[PriorityClass, int]) -> Iterator[PriorityClass]:
-        """Classes in the order in which their heads have a right to go; an owed class offers one
-        ticket ahead of its rank."""
-        for cls in PriorityClass:
-            if self.owed[cls] >= _OWED and not tried.get(cls):
-                yield cls
-        yield from PriorityClass
-
-    def served(self, cls: PriorityClass, shares: Mapping[PriorityClass, ClassLimits]) -> None:
-        """Settles what is owed after a dispatch of ``cls``."""
-        self.owed[cls] = 0.0 if self.owed[cls] >= _OWED else self.owed[cls]
-        for lower in PriorityClass:
-            if lower > cls and len(self.classes[lower]):
-                self.owed[lower] = min(1.0, self.owed[lower] + shares[lower].share)
+        assert all(owed >= 0.0 for owed in self.owed)
+        assert not self.is_over
+        for owed, queue in zip(self.owed, self.classes, strict=True):
+            assert queue.work or not owed
+        assert self.unsettled == sum(queue.check() for queue in self.classes)
 
 
 class TicketQueue:
-    """All waiting tickets. ``can``-questions change nothing; the caller asks before it acts."""
+    """All waiting tickets. ``can``-questions change nothing; the caller asks before it acts.
 
-    def __init__(self, limits: Mapping[PriorityClass, ClassLimits]) -> None:
-        self._limits = limits
+    ``weights``: of tenants that have another one than 1: such a tenant gets so many times as much
+    when it competes. ``tenants_idle_max``: counters kept of tenants that neither wait nor run, per
+    line and class."""
+
+    def __init__(
+        self,
+        limits: Mapping[PriorityClass, ClassLimits],
+        weights: Mapping[str, float],
+        tenants_idle_max: int,
+    ) -> None:
+        self._limits = tuple(limits[cls] for cls in CLASSES)
+        self._fairness = (limits, weights, tenants_idle_max)
         self._lines: dict[Line, LineQueue] = {}
-        self._classes = {cls: Usage() for cls in PriorityClass}
-        self._tenants: dict[tuple[PriorityClass, str], Usage] = {}
+        self._classes = tuple(Usage() for _ in CLASSES)
+        self._tenants: tuple[dict[str, Usage], ...] = tuple({} for _ in CLASSES)
 
     def __len__(self) -> int:
-        return sum(usage.requests for usage in self._classes.values())
+        return sum(usage.requests for usage in self._classes)
 
     def full_for(self, ticket: Ticket) -> str | None:
         """The scope whose bound the ticket would break: "class", "tenant", or None."""
-        limits = self._limits[ticket.priority_class]
-        waiting = self._classes[ticket.priority_class]
-        if (
-            waiting.requests + 1 > limits.requests_max
-            or waiting.size_bytes + ticket.size_bytes > limits.bytes_max
-        ):
+        cls = ticket.priority_class
+        limits, waiting = self._limits[cls], self._classes[cls]
+        requests_free = limits.requests_max - waiting.requests
+        bytes_free = limits.bytes_max - waiting.size_bytes
+        requests, size_bytes = 1, ticket.size_bytes
+        if requests > requests_free or size_bytes > bytes_free:
             return "class"
-        tenant = self._tenants.get((ticket.priority_class, ticket.tenant))
-        requests = tenant.requests if tenant else 0
-        size_bytes = tenant.size_bytes if tenant else 0
-        if (
-            requests + 1 > limits.tenant_requests_max
-            or size_bytes + ticket.size_bytes > limits.tenant_bytes_max
-        ):
+        tenant = self._tenants[cls].get(ticket.tenant)
+        if tenant is not None:
+            requests += tenant.requests
+            size_bytes += tenant.size_bytes
+        if requests > min(requests_free, limits.tenant_requests_max):
+            return "tenant"
+        if size_bytes > min(bytes_free, limits.tenant_bytes_max):
             return "tenant"
         return None
 
     def push(self, ticket: Ticket) -> None:
-        line = self._lines.setdefault(ticket.line, LineQueue())
-        line.classes[ticket.priority_class].push(ticket)
+        cls, name = ticket.priority_class, ticket.line
+        line = self._lines.get(name)
+        if line is None:
+            line = self._lines[name] = LineQueue(*self._fairness)
+        line.classes[cls].push(ticket)
         line.waiting += 1
         line.kv_tokens += ticket.kv_tokens
-        for usage in self._usages(ticket):
+        tenant = self._tenants[cls].get(ticket.tenant)
+        if tenant is None:
+            tenant = self._tenants[cls][ticket.tenant] = Usage()
+        for usage in (self._classes[cls], tenant):
             usage.requests += 1
             usage.size_bytes += ticket.size_bytes
 
@@ -166,40 +176,52 @@ class TicketQueue:
         queue = self._lines.get(line)
         if queue is None:
             return None
-        for cls in queue.order(tried):
-            if tried.get(cls, 0) < tries_max and queue.classes[cls].has_next:
-                return queue.classes[cls].take()
-        return None
+        cls = queue.next_class(tried, tries_max)
+        return None if cls is None else queue.classes[cls].take()
 
     def restore(self, ticket: Ticket) -> None:
         """Puts a taken ticket back to where it was."""
         self._lines[ticket.line].classes[ticket.priority_class].restore(ticket)
 
     def leave(self, ticket: Ticket, *, served: bool) -> None:
-        """The ticket waits no more; ``served``: it was dispatched."""
-        line = self._lines[ticket.line]
-        queue = line.classes[ticket.priority_class]
-        queue.remove(ticket)
+        """The ticket waits no more; ``served``: it was dispatched, and its tenant is charged until
+        ``settle``."""
+        cls, name = ticket.priority_class, ticket.line
+        line = self._lines[name]
+        queue = line.classes[cls]
+        charge = queue.remove(ticket, served=served)
         line.waiting -= 1
         line.kv_tokens -= ticket.kv_tokens
-        if served:
-            line.served(ticket.priority_class, self._limits)
-        if not len(queue):
-            line.owed[ticket.priority_class] = 0.0
-        if not line.waiting:
-            del self._lines[ticket.line]
-        for usage in self._usages(ticket):
+        if charge:
+            line.unsettled += 1
+            line.served(cls, charge)
+        if not queue.work:
+            line.owed[cls] = 0.0
+        if line.is_over:
+            del self._lines[name]
+        tenant = self._tenants[cls][ticket.tenant]
+        for usage in (self._classes[cls], tenant):
             usage.requests -= 1
             usage.size_bytes -= ticket.size_bytes
             assert usage.requests >= 0, "left twice"
             assert usage.size_bytes >= 0, "left twice"
-        tenant = (ticket.priority_class, ticket.tenant)
-        if not self._tenants[tenant].requests:
-            del self._tenants[tenant]
+        if not tenant.requests:
+            del self._tenants[cls][ticket.tenant]
+
+    def settle(self, ticket: Ticket, tokens: int) -> None:
+        """A ticket that does not wait is over: it took so many weighted tokens, whatever its tenant
+        was charged."""
+        if not ticket.charged_tokens:
+            return  # never dispatched
+        line = self._lines[ticket.line]
+        line.classes[ticket.priority_class].settle(ticket, tokens)
+        line.unsettled -= 1
+        if line.is_over:
+            del self._lines[ticket.line]
 
     def lines(self) -> list[Line]:
         """Lines in which a ticket waits."""
-        return list(self._lines)
+        return [line for line, queue in self._lines.items() if queue.waiting]
 
     def waiting(self, line: Line) -> tuple[int, int]:
         """Tickets of a line, and the KV tokens that they are expected to hold."""
@@ -211,13 +233,11 @@ class TicketQueue:
         queue = self._lines.get(line)
         return [t for cls in queue.classes for t in cls.tickets()] if queue else []
 
-    def ahead_of(self, ticket: Ticket) -> float:
-        """About how many waiting tickets of its line go before this one, were it pushed now."""
+    def ahead_of(self, ticket: Ticket, *, stays: bool = True) -> float:
+        """About how many weighted tokens of its line are served before this ticket, were it pushed
+        now; not ``stays``: before it would go at once, were it to come back then. O(1)."""
         queue = self._lines.get(ticket.line)
-        if queue is None:
-            return 0.0
-        higher = sum(len(queue.classes[c]) for c in PriorityClass if c < ticket.priority_class)
-        return higher + queue.classes[ticket.priority_class].ahead_of(ticket.due_s)
+        return queue.ahead_of(ticket, stays=stays) if queue and queue.waiting else 0.0
 
     def usage(self, cls: PriorityClass) -> Usage:
         """What waits of a class, over all lines."""
@@ -225,23 +245,17 @@ class TicketQueue:
 
     def check(self) -> None:
         """Counters equal a recount. O(n), for tests."""
-        classes = {cls: Usage() for cls in PriorityClass}
-        tenants: dict[tuple[PriorityClass, str], Usage] = {}
+        classes = tuple(Usage() for _ in CLASSES)
+        tenants: tuple[dict[str, Usage], ...] = tuple({} for _ in CLASSES)
         for name, line in self._lines.items():
             tickets = self.tickets(name)
-            assert line.waiting == len(tickets) > 0
+            assert line.waiting == len(tickets)
             assert line.kv_tokens == sum(t.kv_tokens for t in tickets)
-            assert all(0.0 <= owed <= 1.0 for owed in line.owed)
-            for cls in PriorityClass:
-                line.classes[cls].check()
+            line.check()
             for ticket in tickets:
-                tenant = tenants.setdefault((ticket.priority_class, ticket.tenant), Usage())
-                for usage in (classes[ticket.priority_class], tenant):
+                cls = ticket.priority_class
+                for usage in (classes[cls], tenants[cls].setdefault(ticket.tenant, Usage())):
                     usage.requests += 1
                     usage.size_bytes += ticket.size_bytes
         assert classes == self._classes
         assert tenants == self._tenants
-
-    def _usages(self, ticket: Ticket) -> tuple[Usage, Usage]:
-        tenant = (ticket.priority_class, ticket.tenant)
-        return self._classes[ticket.priority_class], self._tenants.setdefault(tenant, Usage())

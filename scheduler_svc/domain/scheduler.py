@@ -38,6 +38,7 @@ from scheduler_svc.domain.heap import LazyHeap
 from scheduler_svc.domain.ledger import Ledger
 from scheduler_svc.domain.limits import SchedulerLimits
 from scheduler_svc.domain.model import (
+    OUTPUT_WEIGHT,
     Abort,
     Demand,
     Dispatch,
@@ -84,7 +85,7 @@ class Scheduler:
         self._prefix_blocks = PrefixBlocks(limits.models_max, limits.prefix_block_tokens_min)
         self._cached_expected = self._cached_seen = 0
         self._tickets: dict[TicketId, Ticket] = {}  # bounded by the queue's and the fleet's bounds
-        self._queue = TicketQueue(limits.classes)
+        self._queue = TicketQueue(limits.classes, limits.tenant_weights, limits.tenants_idle_max)
         self._ledger = Ledger(limits.instances_max)
         self._engine_time = EngineTime()
         self._fleet = Fleet(limits, self._ledger)
@@ -126,7 +127,7 @@ class Scheduler:
         if refusal is None:
             self._submitted += 1
             self._tickets[ticket.id] = ticket
-            ticket.trail = Trail(ticket.sampled, round(self._queue.ahead_of(ticket)))
+            ticket.trail = Trail(ticket.sampled, round(self._admission.ahead_of(ticket)))
             self._enqueue(ticket, now)
         return refusal
 
@@ -164,6 +165,7 @@ class Scheduler:
             return
         self._estimates.saw_prompt(ticket.model, ticket.size_bytes, prompt_tokens)
         ticket.prompt_tokens = prompt_tokens
+        ticket.taken = True
         instance = self._fleet.at(ticket.row)
         block, kv_max = self._memory(instance)
         self._ledger.correct(ticket, cached_tokens, block, kv_max)
@@ -237,9 +239,10 @@ class Scheduler:
         if ticket.state is TicketState.ABORTING:
             outcome = ticket.abort_outcome or outcome
         elif outcome is Outcome.FINISHED:
-            tokens = ticket.generated_tokens if output_tokens is None else output_tokens
-            ran_s = ticket.ran_s + now - ticket.dispatched_s
-            self._estimates.saw_end(ticket, ticket.resumed_tokens + tokens, ran_s)
+            if output_tokens is not None:
+                ticket.generated_tokens = output_tokens
+            tokens = ticket.resumed_tokens + ticket.generated_tokens
+            self._estimates.saw_end(ticket, tokens, ticket.ran_s + now - ticket.dispatched_s)
         self._finish(ticket, outcome)
 
     def failed(
@@ -268,7 +271,7 @@ class Scheduler:
         if delivered:
             again = self._goes_on(ticket, kind)
             ticket.migrations += again
-            ticket.resumed_tokens = delivered
+            ticket.resumed_tokens, ticket.generated_tokens = delivered, 0
         else:
             again = ticket.attempts < self._limits.attempts_max
         if not again:
@@ -589,7 +592,7 @@ class Scheduler:
 
     def _return(self, ticket: Ticket, now: float) -> None:
         """Back to the head of its class, as if it had not run, or to go on from where it is."""
-        ticket.returned = True
+        ticket.taken = bool(ticket.resumed_tokens)
         if ticket.resumed_tokens:
             ticket.ran_s += now - ticket.dispatched_s
         ticket.generated_tokens = 0
@@ -716,6 +719,7 @@ class Scheduler:
         ticket.state = TicketState.ENDED
         self._timers.remove(ticket.id)
         self._tickets.pop(ticket.id, None)
+        self._queue.settle(ticket, _took(ticket, outcome))
         self._outcomes[outcome] += 1
 
     def _current(self, ticket_id: TicketId, attempt: int) -> Ticket | None:
@@ -744,3 +748,14 @@ class Scheduler:
 def _note_end(ticket: Ticket, end: str, cause: str) -> None:
     if ticket.trail is not None:
         ticket.trail.ended(end, cause)
+
+
+def _took(ticket: Ticket, outcome: Outcome) -> int:
+    """Weighted tokens that a ticket took of the engines over all its attempts: a prompt counts once
+    an instance has taken it. What an instance that failed took for nothing is nobody's."""
+    output = ticket.resumed_tokens + ticket.generated_tokens
+    if outcome is Outcome.INSTANCE_FAILED and not output:
+        return 0
+    # Embeddings are not accepted before their end.
+    taken = ticket.taken or outcome is Outcome.FINISHED
+    return (ticket.prompt_tokens if taken else 0) + OUTPUT_WEIGHT * output

@@ -144,4 +144,5 @@ class Bench:
                 i.running == i.kv_tokens == i.prefill_tokens == 0 for i in state.instances.values()
             )
             and self.scheduler.next_wakeup(self.now) is None
+            and not self.scheduler._queue._lines
         )

@@ -140,11 +140,11 @@ def test_an_unknown_model_is_refused_at_once() -> None:
 
 
 def test_a_full_queue_refuses_with_a_delay_that_comes_from_its_length() -> None:
-    bounds = ClassLimits(40, 10**6, 40, 10**6, 0.0)
+    bounds = ClassLimits(80, 10**6, 80, 10**6, 0.0)
     bench = Bench("a", classes=dict.fromkeys(PriorityClass, bounds), retry_after_jitter=0.0)
     first = bench.dispatch(a_ticket())
     bench.now = 4.0
-    bench.scheduler.ended(first.ticket.id, 1, 4.0, output_tokens=9)  # 4 s of service learnt
+    bench.scheduler.ended(first.ticket.id, 1, 4.0, output_tokens=50)  # 4 s of service learnt
     tickets = [a_ticket(deadline_s=999.0, first_token_limit_s=999.0) for _ in range(44)]
     bench.submit(*tickets[:4])
     bench.turn()
@@ -156,8 +156,8 @@ def test_a_full_queue_refuses_with_a_delay_that_comes_from_its_length() -> None:
         "QUEUE_FULL",
     )
     assert refused is not None
-    assert refused.retry_after_s == bench.scheduler._limits.retry_after_max_s  # 40 * 4 s / 4 = 40
-    assert refused.metadata == {"scope": "class"}
+    assert refused.retry_after_s == 40.0  # 40 ahead, 4 s each, 4 at once
+    assert refused.metadata == {"scope": "tenant"}
 
 
 def test_retry_delays_of_those_who_were_refused_together_differ() -> None:
@@ -564,7 +564,8 @@ def test_no_map_grows_with_the_number_of_requests() -> None:
     assert bench.is_empty()
     scheduler = bench.scheduler
     assert not scheduler._tickets
-    assert not scheduler._queue._tenants
+    assert not any(scheduler._queue._tenants)
+    assert not scheduler._queue._lines
     assert not scheduler._queue._lines
     assert len(scheduler._timers._heap) <= 64
     assert len(scheduler._estimates._tenant_output) <= 64

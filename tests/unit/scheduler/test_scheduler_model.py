@@ -85,6 +85,7 @@ class Reference:
     running: list[Run] = field(default_factory=list)
     lost: list[Run] = field(default_factory=list)
     ended: dict[TicketId, Outcome] = field(default_factory=dict)
+    paid: set[TicketId] = field(default_factory=set)  # were dispatched
     submitted: int = 0
 
     def on(self, name: InstanceName) -> list[Run]:
@@ -482,9 +483,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
 
     def _no_better_one_waits(self, ticket: Ticket, name: InstanceName) -> None:
-        """Order: no ticket of a higher class, or due earlier in its class, could have gone there
-        instead."""
+        """Order: no ticket of a higher class, none of its class that came back while this one did
+        not, and none of its tenant due earlier could have gone there instead."""
         if self._any_held():
+            self.reference.paid.add(ticket.id)
             return
         run = self.reference.running.pop()  # as it was just before the dispatch
         for other in self.reference.waiting:
@@ -492,14 +494,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                 continue
             higher = other.priority_class < ticket.priority_class
             same = other.priority_class == ticket.priority_class
-            earlier = same and (not other.returned, other.due_s, other.deadline_s) < (
-                not ticket.returned,
-                ticket.due_s,
-                ticket.deadline_s,
-            )
+            if same and other.prefix is not None and other.instance == name and other.row >= 0:
+                continue  # it goes there too in this turn, beside one with its prefix
+            paid = other.id in self.reference.paid, ticket.id in self.reference.paid
+            earlier = same and paid == (True, False)
+            if same and (other.tenant == ticket.tenant or paid == (True, True)):
+                due = (other.due_s, other.deadline_s) < (ticket.due_s, ticket.deadline_s)
+                earlier = paid != (False, True) and (earlier or due)
             assert not higher, "a lower class went first"
             assert not earlier or not self._fits(name, other), "a later one went first"
         self.reference.running.append(run)
+        self.reference.paid.add(ticket.id)
 
     def _over(self, run: Run, outcome: Outcome) -> None:
         self._freed(run)
