@@ -28,6 +28,7 @@ from sluice.deadline import Deadline, MethodDeadline
 from sluice.errors import Code, SluiceError, deadline_exceeded, internal, invalid, unavailable
 from sluice.frames import FrameBroken
 from sluice.ids import is_request_id, new_request_id
+from sluice.reasons import complete
 from sluice.status import TEXT_CHARS_MAX, from_rpc_error, grpc_code, trailers
 
 REQUEST_ID_KEY = "x-request-id"
@@ -297,13 +298,13 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 async def _abort(call_context: Context, error: SluiceError) -> NoReturn:
     # The request id makes a refusal findable; the library sends trailers only when no message and
     # no initial metadata went before.
-    metadata = (*trailers(error), (REQUEST_ID_KEY, context.request_id.get()))
+    metadata = (*trailers(complete(error)), (REQUEST_ID_KEY, context.request_id.get()))
     await call_context.abort(grpc_code(error.code), error.message[:TEXT_CHARS_MAX], metadata)
 
 
 async def _tell_cancelled(call_context: Context) -> None:
     """Ends a call whose handler's task was cancelled. When the client cancelled, this has no
     effect; when the server is stopping or the handler was cancelled from inside, it does."""
-    error = unavailable("CALL_CANCELLED", "The server ended this call.")
+    error = complete(unavailable("CALL_CANCELLED", "The server ended this call."))
     with contextlib.suppress(grpc.aio.BaseError, grpc.aio.AbortError):
         await call_context.abort(grpc_code(error.code), error.message, trailers(error))

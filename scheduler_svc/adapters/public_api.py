@@ -455,12 +455,14 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
                     live.error.metadata = {**live.error.metadata, **sequence}
                 raise translate.public_error(live.error, field)
             outcome = Outcome.FINISHED
-        except SluiceError:
+        except SluiceError as error:
             outcome = live.outcome or Outcome.INTERNAL
+            say_charged(error, live, outcome)
             raise
         except asyncio.CancelledError:
             outcome = live.outcome or left_as(ticket, self._loop.time())
             if outcome is Outcome.SLOW_CONSUMER and live.error is not None and not task.uncancel():
+                say_charged(live.error, live, outcome)
                 raise live.error from None  # cancelled by the gate, not by the client
             raise
         except BaseException:
@@ -523,6 +525,12 @@ def outcome_of(refusal: SluiceError) -> Outcome:
     if refusal.reason.startswith("QUOTA_"):
         return Outcome.QUOTA_EXCEEDED  # also where quotas cannot be checked
     return _OUTCOMES.get(refusal.code, Outcome.INTERNAL)
+
+
+def say_charged(error: SluiceError, live: LiveRequest, outcome: Outcome) -> None:
+    """The client of a request that failed on its way hears whether its tenant pays for a part."""
+    if consumption(live, outcome).charged:
+        error.metadata = {**error.metadata, "charged": "true"}
 
 
 def log_fault(live: LiveRequest, outcome: Outcome) -> None:

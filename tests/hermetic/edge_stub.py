@@ -6,6 +6,7 @@ serves until it is told to end. A prompt is a JSON object with ``op``:
 * ``echo``: answers with what arrived (metadata, remaining time, prompt bytes) as JSON text;
 * ``fail``: ends with ``code`` and details, and a ``retry-after`` trailer if ``retry_after`` is
   given; with ``initial`` response headers leave before;
+* ``refuse``: ends with ``code`` and ``reason`` as the services refuse;
 * ``stream``: ``count`` deltas of ``bytes`` each, ``pause_ms`` between them;
 * ``hang``: nothing until the caller goes away.
 
@@ -29,6 +30,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
+from sluice.errors import Code, SluiceError
+from sluice.reasons import complete
 from sluice.scheduler.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -37,6 +40,7 @@ from sluice.scheduler.v1 import (
     scheduler_pb2_grpc,
 )
 from sluice.server_limits import ServerLimits, server_options
+from sluice.status import abort
 
 CONTROL = "/test.Control/Call"
 PUBLIC = ("sluice.scheduler.v1.SchedulerService", "sluice.scheduler.v1.SchedulerAdminService")
@@ -78,6 +82,15 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             trailers.append(("retry-after", str(retry_after)))
         await context.abort(status.code, status.details, trailing_metadata=tuple(trailers))
 
+    async def _refuse(self, context: Any, script: dict[str, Any]) -> None:
+        error = SluiceError(
+            Code[script["code"]],
+            script["reason"],
+            "refused",
+            retry_after_s=script.get("retry_after_s"),
+        )
+        await abort(context, complete(error))
+
     def _echo(self, context: Any, prompt: str) -> str:
         metadata = [(key, str(value)) for key, value in context.invocation_metadata()]
         seen = {"metadata": metadata, "remaining": context.time_remaining(), "server": self.name}
@@ -95,6 +108,8 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         script = json.loads(request.prompt) if request.prompt.startswith("{") else {"op": "echo"}
         if script["op"] == "fail":
             await self._fail(context, script)
+        if script["op"] == "refuse":
+            await self._refuse(context, script)
         if script["op"] == "hang":
             await self._hang()
         if script["op"] == "text":

@@ -9,12 +9,17 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import grpc
 import httpx
 import pytest
+from google.rpc import status_pb2
 
+from sluice import reasons
+from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
 from sluice.server_limits import ServerLimits
+from sluice.status import from_status
 from tests.hermetic.edge_harness import Edge, edge_with_stub, script
 
 MIB = 1 << 20
@@ -267,3 +272,47 @@ def test_a_client_that_goes_away_ends_the_call(shared: Edge) -> None:
     while shared.stubs[0].control()["cancelled"] == before:
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+SERVED: dict[str, reasons.Reason] = {**reasons.REQUESTS, **reasons.ADMIN}
+
+
+@pytest.mark.parametrize("reason", SERVED)
+def test_every_refusal_is_the_same_over_grpc_and_http(shared: Edge, reason: str) -> None:
+    known = SERVED[reason]
+    delay_s = 1.5 if known.delay else None
+    for code in known.codes:
+        prompt = script("refuse", code=code.name, reason=reason, retry_after_s=delay_s)
+        request = generate_pb2.GenerateTextRequest(prompt=prompt)
+        with grpc.insecure_channel(shared.target) as channel:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.GenerateText(request, timeout=10)
+        trailers: Any = dict(cast("Any", caught.value.trailing_metadata()))
+        told = from_status(status_pb2.Status.FromString(trailers["grpc-status-details-bin"]))
+        assert (told.code, told.reason, told.retry_after_s) == (code, reason, delay_s)
+        assert told.metadata == {"scope": known.scope, "charged": "false"}
+        answer = post(shared, {"prompt": prompt})
+        assert answer.status_code == reasons.HTTP_STATUS[code]
+        assert answer.json()["code"] == code.value
+        info = detail(answer, "ErrorInfo")
+        assert (info["reason"], info["domain"], info["metadata"]) == (
+            reason,
+            "sluice",
+            told.metadata,
+        )
+        assert answer.headers.get("retry-after") == ("2" if known.delay else None)
+        assert trailers.get("retry-after") == ("2" if known.delay else None)
+        if known.delay:
+            assert detail(answer, "RetryInfo")["retry_delay"] == "1.500s"
+
+
+def test_what_the_edge_refuses_says_its_scope_and_that_nothing_was_charged(shared: Edge) -> None:
+    for answer, reason in (
+        (post(shared, {"nope": 1}), "UNKNOWN_FIELD"),
+        (httpx.get(f"{shared.url}/nowhere"), "NO_ROUTE"),
+        (httpx.post(f"{shared.url}/chat", content=b"{"), "BAD_REQUEST"),
+    ):
+        info = detail(answer, "ErrorInfo")
+        assert info["reason"] == reason
+        assert info["metadata"] == {"scope": "edge", "charged": "false"}

@@ -22,6 +22,7 @@ import pytest
 from google.protobuf import json_format
 
 from sluice.errors import Code, SluiceError
+from sluice.reasons import HTTP_STATUS
 from sluice.scheduler.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -33,17 +34,6 @@ from sluice.status import from_rpc_error
 from tests.hermetic.mesh import Mesh
 from tests.hermetic.mesh_client import MeshClient, collect, fresh_id, sim
 
-HTTP_STATUS = {
-    Code.INVALID_ARGUMENT: 400,
-    Code.FAILED_PRECONDITION: 400,
-    Code.UNAUTHENTICATED: 401,
-    Code.PERMISSION_DENIED: 403,
-    Code.NOT_FOUND: 404,
-    Code.RESOURCE_EXHAUSTED: 429,
-    Code.UNAVAILABLE: 503,
-    Code.DEADLINE_EXCEEDED: 504,
-    Code.INTERNAL: 500,
-}
 BAD = Code.INVALID_ARGUMENT
 
 
@@ -146,6 +136,8 @@ def check(error: SluiceError, case: Case) -> None:
     assert (error.code, error.reason) == (case.code, case.reason), error
     assert [violation.field for violation in error.fields] == ([case.path] if case.path else [])
     assert case.metadata.items() <= dict(error.metadata).items()
+    assert error.metadata["charged"] == "false"
+    assert error.metadata["scope"]
     # What a client reads names its own field and no other layer's.
     assert "input" not in error.message
     assert case.path in error.message
@@ -322,6 +314,7 @@ async def test_an_engine_that_fails_midway_gives_one_typed_error(
     assert (error.code, error.reason) == (Code.UNAVAILABLE, "INSTANCE_LOST")
     assert error.metadata["delivered_tokens"] == str(len(answer.tokens())) == "3"
     assert (error.metadata["instance"], error.metadata["cause"]) == ("sim-0", "ENGINE_BROKE")
+    assert (error.metadata["scope"], error.metadata["charged"]) == ("instance", "true")
     response = await client.http.post("/chat", json={"prompt": prompt})
     assert from_http(response).reason == "INSTANCE_LOST"
     said = repr(answer.trailers) + response.text + repr(response.headers) + str(error)
@@ -336,6 +329,7 @@ async def test_an_engine_that_always_fails_is_tried_and_given_up(client: MeshCli
     error = answer.refused
     assert (error.code, error.reason) == (Code.UNAVAILABLE, "INSTANCE_LOST")
     assert (error.metadata["attempts"], error.metadata["delivered_tokens"]) == ("3", "0")
+    assert error.metadata["charged"] == "false"
     assert "secret" not in repr(answer.trailers) + str(error)
     assert not answer.deltas
 

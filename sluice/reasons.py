@@ -1,0 +1,219 @@
+"""Every reason for which a client can be refused: its codes, its scope, and what it means.
+
+The one list behind ``docs/ERRORS.md`` (``python -m sluice.reasons`` prints the page) and behind the
+metadata ``scope`` and ``charged`` that every error carries. Values only. A test finds the reasons
+that the code raises and asks for each here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from sluice.errors import Code, SluiceError
+
+PAGE: Final = "docs/ERRORS.md"
+
+HTTP_STATUS: Final[Mapping[Code, int]] = {
+    Code.CANCELLED: 499,
+    Code.INVALID_ARGUMENT: 400,
+    Code.DEADLINE_EXCEEDED: 504,
+    Code.NOT_FOUND: 404,
+    Code.ALREADY_EXISTS: 409,
+    Code.PERMISSION_DENIED: 403,
+    Code.RESOURCE_EXHAUSTED: 429,
+    Code.FAILED_PRECONDITION: 400,
+    Code.ABORTED: 409,
+    Code.UNIMPLEMENTED: 501,
+    Code.INTERNAL: 500,
+    Code.UNAVAILABLE: 503,
+    Code.UNAUTHENTICATED: 401,
+}
+"""As Envoy's transcoder translates codes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """``codes``: the codes that it comes with. ``scope``: what it is about. ``delay``: whether it
+    says when to ask again (RetryInfo, ``retry-after``)."""
+
+    codes: tuple[Code, ...]
+    scope: str
+    text: str
+    delay: bool = False
+
+
+def _reason(code: Code, scope: str, text: str, *, delay: bool = False) -> Reason:
+    return Reason((code,), scope, text, delay)
+
+
+_BAD, _NONE = Code.INVALID_ARGUMENT, Code.NOT_FOUND
+_BUSY, _DOWN = Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE
+_LATE, _NOT_NOW = Code.DEADLINE_EXCEEDED, Code.FAILED_PRECONDITION
+_WHO, _MAY_NOT = Code.UNAUTHENTICATED, Code.PERMISSION_DENIED
+
+REQUESTS: Final[Mapping[str, Reason]] = {
+    # Who asks.
+    "KEY_MISSING": _reason(_WHO, "key", "No key was sent."),
+    "KEY_MALFORMED": _reason(_WHO, "key", "The header is not `Bearer KEY`."),
+    "KEY_UNKNOWN": Reason((_WHO, _NONE), "key", "No such key."),
+    "KEY_EXPIRED": _reason(_WHO, "key", "The key has run out."),
+    # What is asked.
+    "INVALID_FIELD": _reason(_BAD, "request", "A field is wrong; BadRequest names it."),
+    "MESSAGE_TOO_LARGE": _reason(_BAD, "request", "The message exceeds the limit of all hops."),
+    "MESSAGE_UNREADABLE": _reason(_BAD, "request", "The message cannot be decoded."),
+    "CONTEXT_LENGTH_EXCEEDED": _reason(
+        _BAD, "request", "Prompt and output do not fit into the model's context."
+    ),
+    "CONTEXT_LENGTH": _reason(_BAD, "request", "As CONTEXT_LENGTH_EXCEEDED, for embeddings."),
+    "INVALID_CONSTRAINT": _reason(_BAD, "request", "The structured output does not compile."),
+    "NO_CHAT_TEMPLATE": _reason(_NOT_NOW, "model", "The model takes no conversations: send text."),
+    "MODEL_UNKNOWN": _reason(_NONE, "model", "No such model for this tenant."),
+    "MODEL_CAPABILITY": _reason(_NOT_NOW, "model", "The model does not do what is asked."),
+    "METHOD_NOT_AVAILABLE": _reason(
+        Code.UNIMPLEMENTED, "request", "The method is not there, or not yet."
+    ),
+    # The agent path.
+    "AGENT_REFUSED": Reason(
+        (_MAY_NOT, _BUSY),
+        "tenant",
+        "The agent path is closed; `gate_reason` says why: NOT_ALLOWED, TOO_MANY_RUNS, SATURATED.",
+    ),
+    "AGENT_SERVICE_MISSING": _reason(_DOWN, "mesh", "This mesh has no agent service."),
+    "TOOL_NOT_ALLOWED": _reason(_MAY_NOT, "tenant", "A tool is not in the tenant's list."),
+    # Quotas; QuotaFailure names the one that is used up.
+    "QUOTA_EXCEEDED": _reason(_BUSY, "tenant", "A quota of the tenant is used up.", delay=True),
+    "QUOTA_TOO_SMALL": _reason(
+        _BUSY, "tenant", "The request needs more than the whole quota; waiting does not help."
+    ),
+    "QUOTA_QUEUE_FULL": _reason(
+        _BUSY, "tenant", "Too many requests of the tenant wait for quota.", delay=True
+    ),
+    "QUOTA_UNREACHABLE": _reason(
+        _DOWN, "tenant", "Quotas cannot be checked, and the tenant's policy is closed.", delay=True
+    ),
+    "GRANT_LAPSED": _reason(
+        _DOWN, "scheduler", "The scheduler could not start it in time.", delay=True
+    ),
+    # Queue and room.
+    "QUEUE_FULL": _reason(
+        _BUSY, "class", "Too many requests wait; scope says whose bound: class, tenant.", delay=True
+    ),
+    "HOPELESS": _reason(
+        _BUSY, "class", "The first token could not come within its limit.", delay=True
+    ),
+    "TOO_MANY_STREAMS": _reason(
+        _BUSY, "scheduler", "As many streams are open as can be written to in time.", delay=True
+    ),
+    "NO_INSTANCE": _reason(_DOWN, "model", "No instance serves the model now.", delay=True),
+    "DRAINING": _reason(_DOWN, "scheduler", "The scheduler is going down.", delay=True),
+    # After it was taken.
+    "INSTANCE_LOST": _reason(
+        _DOWN,
+        "instance",
+        "Instances failed it; `delivered_tokens` had reached the client, `cause` says how.",
+    ),
+    "INSTANCE_PROTOCOL": _reason(
+        Code.INTERNAL, "instance", "An instance sent what makes no sense."
+    ),
+    "EXECUTION_UNREACHABLE": _reason(_DOWN, "mesh", "No execution service is reachable."),
+    "DEADLINE_EXCEEDED": _reason(_LATE, "request", "The deadline of the request passed."),
+    "DEADLINE_TOO_CLOSE": _reason(_LATE, "request", "Less time is left than the work needs."),
+    "FIRST_TOKEN_TIMEOUT": _reason(_LATE, "request", "No first token came within its limit."),
+    "INTER_TOKEN_TIMEOUT": _reason(_LATE, "request", "No further token came within the limit."),
+    "SLOW_CONSUMER": _reason(_BUSY, "request", "The client did not read its answer."),
+    "OUTPUT_TOO_LARGE": _reason(_BUSY, "request", "The answer does not fit: use the stream."),
+    "CANCELLED": _reason(Code.CANCELLED, "request", "The client went away."),
+    "CALL_CANCELLED": _reason(_DOWN, "scheduler", "The server ended the call."),
+    "INTERNAL": _reason(
+        Code.INTERNAL, "mesh", "A fault of the mesh; its log holds more under the request id."
+    ),
+    # Records and usage.
+    "DECISION_UNKNOWN": _reason(_NONE, "request", "No decision record of such a request is kept."),
+    "DECISIONS_UNREACHABLE": _reason(
+        _DOWN, "mesh", "Decision records cannot be read now.", delay=True
+    ),
+    "NO_STATE_SERVICE": _reason(_NOT_NOW, "mesh", "This mesh keeps no usage."),
+}
+
+ADMIN: Final[Mapping[str, Reason]] = {
+    "ADMIN_ONLY": _reason(_MAY_NOT, "key", "This needs an admin key."),
+    "STATE_NOT_CONFIGURED": _reason(_NOT_NOW, "mesh", "This needs a state service."),
+    "STATE_UNREACHABLE": _reason(_DOWN, "mesh", "The state service does not answer.", delay=True),
+    "STORE_UNAVAILABLE": _reason(_DOWN, "mesh", "The store does not answer."),
+    "TENANT_UNKNOWN": _reason(_NONE, "tenant", "No such tenant."),
+    "ALIAS_UNKNOWN": _reason(_NONE, "model", "No such alias."),
+    "INSTANCE_UNKNOWN": _reason(_NONE, "instance", "No such instance."),
+    "ALREADY_EXISTS": _reason(Code.ALREADY_EXISTS, "request", "It exists already."),
+    "VERSION_CONFLICT": _reason(Code.ABORTED, "request", "Somebody else changed it meanwhile."),
+    "NOTHING_EARLIER": _reason(_NOT_NOW, "model", "There is nothing to roll back to."),
+    "NO_EARLIER_TARGETS": _reason(_NOT_NOW, "model", "There is nothing to roll back to."),
+}
+
+EDGE: Final[Mapping[str, Reason]] = {
+    "BAD_REQUEST": _reason(_BAD, "edge", "The HTTP request or its JSON is malformed."),
+    "UNKNOWN_FIELD": _reason(_BAD, "edge", "A JSON field that no message has; it is named."),
+    "NO_ROUTE": _reason(_NONE, "edge", "No such route."),
+    "REQUEST_TIMEOUT": _reason(_LATE, "edge", "The request did not arrive in time."),
+    "BODY_TOO_LARGE": _reason(_BAD, "edge", "HTTP 413: the JSON body exceeds its limit."),
+    "HEADERS_TOO_LARGE": _reason(_BAD, "edge", "HTTP 431: the headers exceed their limit."),
+    "NO_SCHEDULER": _reason(
+        _DOWN, "edge", "No scheduler can be reached, or the edge sheds load.", delay=True
+    ),
+}
+
+_ALL: Final[Mapping[str, Reason]] = {**EDGE, **ADMIN, **REQUESTS}
+
+
+def complete(error: SluiceError) -> SluiceError:
+    """The same error with ``scope`` and ``charged`` in its metadata. What it says itself holds;
+    nothing else says that something was charged."""
+    known = _ALL.get(error.reason)
+    error.metadata = {
+        "scope": known.scope if known is not None else "request",
+        "charged": "false",
+        **error.metadata,
+    }
+    return error
+
+
+_HEAD: Final = """\
+# Errors
+
+One contract over gRPC and HTTP. Every refusal has a code and `google.rpc.ErrorInfo` with a reason
+(stable: branch on it), the domain `sluice`, and in its metadata `scope` (what it is about) and
+`charged` (whether the tenant pays anything). `RetryInfo` says when asking again makes sense: the
+delay comes from the state of queue or quota and is spread, so that those who were refused together
+do not come back together. `BadRequest` names wrong fields, `QuotaFailure` the quota.
+
+Over HTTP the body is the `google.rpc.Status` as JSON, the delay also a `Retry-After` header in
+whole seconds, and 401 carries `WWW-Authenticate`. What the edge itself refuses has the same body;
+to a gRPC client it is a code and a text.
+
+A request that was refused before it was queued costs nothing. One that failed later is charged for
+its prompt and for what was delivered; `sluice explain REQUEST_ID` says what happened.
+
+Made from [reasons.py](../sluice/reasons.py) by `python -m sluice.reasons > docs/ERRORS.md`.
+"""
+
+
+def render() -> str:
+    """The page."""
+    parts = [_HEAD]
+    for title, reasons in (("Requests", REQUESTS), ("Administration", ADMIN), ("The edge", EDGE)):
+        parts.append(f"\n## {title}\n\n| reason | code | HTTP | scope | delay | meaning |\n")
+        parts.append("|---|---|---|---|---|---|\n")
+        for name, one in reasons.items():
+            codes = ", ".join(code.name for code in one.codes)
+            status = ", ".join(str(HTTP_STATUS[code]) for code in one.codes)
+            delay = "yes" if one.delay else "-"
+            parts.append(
+                f"| `{name}` | {codes} | {status} | {one.scope} | {delay} | {one.text} |\n"
+            )
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())
