@@ -166,19 +166,19 @@ def mesh_config(profile: Profile) -> str:
 
 
 @contextmanager
-def our_mesh(profile: Profile, scratch: Path) -> Iterator[tuple[Mesh, Path]]:
+def our_mesh(profile: Profile, scratch: Path, port_offset: int) -> Iterator[tuple[Mesh, Path]]:
     """The mesh with a key for each tenant; yields it and the file with the keys."""
     config = scratch / "overload.toml"
     config.write_text(mesh_config(profile))
     runtime = scratch / "run"
     with otlp_sink() as endpoint:
         environ = {"SLUICE_MESH_OTLP_ENDPOINT": endpoint}
-        with mesh(runtime, config=config, port_offset=PORT_OFFSET, environ=environ) as running:
+        with mesh(runtime, config=config, port_offset=port_offset, environ=environ) as running:
             env = {
                 **os.environ,
                 "SLUICE_CONFIG": str(config),
                 "SLUICE_MESH_RUNTIME_DIR": str(runtime),
-                "SLUICE_LOCAL_PORT_OFFSET": str(PORT_OFFSET),
+                "SLUICE_LOCAL_PORT_OFFSET": str(port_offset),
             }
             keys = {}
             for tenant in profile.tenants:
@@ -340,6 +340,7 @@ def main() -> int:
         "--quick", action="store_true", help="a fraction of it, to see that it runs"
     )
     parser.add_argument("--without-peers", action="store_true", help="measure ours alone")
+    parser.add_argument("--port-offset", type=int, default=PORT_OFFSET, help="of the mesh's ports")
     parser.add_argument("--plot", type=Path, help="write a picture (PNG)")
     parser.add_argument(
         "--peers-python", type=Path, default=Path(sys.prefix) / "peers" / "bin" / "python"
@@ -356,7 +357,7 @@ def main() -> int:
     subjects: list[Subject] = []
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        running, keys = stack.enter_context(our_mesh(profile, scratch))
+        running, keys = stack.enter_context(our_mesh(profile, scratch, arguments.port_offset))
         subjects.append(Subject("", "sluice", "grpc", running.envoy, running.cpu_s, keys))
         if not arguments.without_peers:
             fronts = stack.enter_context(engines(profile, arguments.profile, scratch))
