@@ -30,6 +30,7 @@ from tests.hermetic.mesh_client import MeshClient, client_of, eventually
 BACK_S = 2.0
 CHANGE_S = 2.0
 REFUSAL_S = 3.0  # a refused change: the store's own bound, twice, and the way there and back
+FROZEN_S = 4.0  # a call of a service that does not answer at all is given up after 3 s
 SHAPE = Shape(schedulers=2, state={"store_timeout_s": 0.3})
 DURABLE = ("--appendfsync", "always")
 
@@ -91,6 +92,23 @@ async def test_a_frozen_store_stops_changes_and_nothing_else(tmp_path: Path) -> 
             running["valkey"].send(signal.SIGCONT)
         await eventually(lambda: running.serving("state-0"), "it is back", BACK_S)
         await until_known(client, running, (await admin.key("team")).key)
+        assert pids(running) == before
+
+
+async def test_a_frozen_state_service_costs_changes_only(tmp_path: Path) -> None:
+    async with the_mesh(tmp_path) as (running, client, admin):
+        before = pids(running)
+        running["state-0"].send(signal.SIGSTOP)
+        try:
+            begin = time.monotonic()
+            error = await refused(admin.key("dev"))
+            assert time.monotonic() - begin < FROZEN_S
+            assert (error.code, error.reason) == (Code.UNAVAILABLE, "STATE_UNREACHABLE")
+            assert await who(client, running.api_key) == ""
+            assert await who(client, "unknown") == "KEY_UNKNOWN"
+        finally:
+            running["state-0"].send(signal.SIGCONT)
+        await until_known(client, running, (await admin.key("dev")).key)
         assert pids(running) == before
 
 
