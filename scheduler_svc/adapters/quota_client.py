@@ -95,6 +95,7 @@ class QuotaClient:
         self._used_at: dict[str, float] = {}
         self._futures: dict[Waiter, asyncio.Future[Reservation]] = {}
         self._wake = asyncio.Event()
+        self._asleep_until = 0.0  # not asleep
         self._calls = 0
         self._sequence = 0
 
@@ -104,7 +105,7 @@ class QuotaClient:
         """See :class:`scheduler_svc.quota_ports.QuotaPort`."""
         self._tenants[tenant] = (limits, fail_open)
         if (account := self._accounts.get(tenant)) is not None:
-            account.limits, account.fail_open = limits, fail_open
+            account.set_limits(limits, fail_open=fail_open)
 
     def remove_tenant(self, tenant: str) -> None:
         """See :class:`scheduler_svc.quota_ports.QuotaPort`."""
@@ -113,11 +114,12 @@ class QuotaClient:
     def try_reserve(self, tenant: str, tokens: int) -> Reservation | None:
         """See :class:`scheduler_svc.quota_ports.QuotaPort`."""
         account = self._account(tenant)
-        return (
-            Reservation(tenant, tokens)
-            if account is None
-            else account.reserve(tokens, self._clock())
-        )
+        if account is None:
+            return Reservation(tenant, tokens)
+        made = account.reserve(tokens, self._clock())
+        if made is not None and account.lease_low:
+            self._nudge(account)
+        return made
 
     async def reserve(self, tenant: str, tokens: int) -> Reservation:
         """See :class:`scheduler_svc.quota_ports.QuotaPort`."""
@@ -156,21 +158,31 @@ class QuotaClient:
     def progressed(self, reservation: Reservation, used_tokens: int) -> None:
         """See :class:`scheduler_svc.quota_ports.QuotaPort`."""
         if reservation.counted:
-            self._held(reservation).progressed(reservation, used_tokens, self._clock())
+            account = self._held(reservation)
+            account.progressed(reservation, used_tokens, self._clock())
+            self._nudge(account)
 
     def settle(self, reservation: Reservation, used_tokens: int) -> None:
         """See :class:`scheduler_svc.quota_ports.QuotaPort`."""
         if reservation.counted and reservation.open:
-            self._held(reservation).settle(reservation, used_tokens, self._clock())
-            self._wake.set()
+            account = self._held(reservation)
+            account.settle(reservation, used_tokens, self._clock())
+            self._nudge(account)
         reservation.open = False
 
     def release(self, reservation: Reservation) -> None:
         """See :class:`scheduler_svc.quota_ports.QuotaPort`."""
         if reservation.counted and reservation.open:
-            self._held(reservation).release(reservation, self._clock())
-            self._wake.set()
+            account = self._held(reservation)
+            account.release(reservation, self._clock())
+            self._nudge(account)
         reservation.open = False
+
+    def _nudge(self, account: QuotaAccount) -> None:
+        """Wakes :meth:`run` when the account has something due before it would wake by itself."""
+        due = account.due_at()
+        if due is not None and due < self._asleep_until:
+            self._wake.set()
 
     # --- accounts ------------------------------------------------------------------------------
 
@@ -248,11 +260,13 @@ class QuotaClient:
                 times.append(late)
             if self._calls < CALLS_MAX and (due := account.due_at()) is not None:
                 times.append(due)
+        self._asleep_until = min(times)
         try:
             async with asyncio.timeout(max(min(times) - now, 0.0)):
                 await self._wake.wait()
         except TimeoutError:
             pass
+        self._asleep_until = 0.0
         self._wake.clear()
         late = self._clock() - max(min(times), now)
         if late > STANDSTILL_S:

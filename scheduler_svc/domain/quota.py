@@ -49,7 +49,8 @@ class QuotaTimes:
     margin_s: float = 0.05  # covers clocks that run apart by 5 % over a lease of 1 s
     holder_ttl_s: float = 3.0
     heartbeat_s: float = 1.0
-    flush_s: float = 0.05  # how long settlements gather
+    flush_s: float = 0.1  # how long settlements gather
+    full_s: float = 0.1  # for so long a refusal of the service answers other requests too
     retry_s: float = 0.25  # pause after an exchange that failed
     slot_grace_s: float = 0.1  # for a slot that is being given back through another scheduler
 
@@ -94,6 +95,16 @@ class Waiter:
     ask_at: float
     done: bool = False
     asked_again: bool = False  # for a slot
+
+
+@dataclass(frozen=True, slots=True)
+class _Full:
+    """What the service said last when it had no room."""
+
+    verdict: Verdict
+    tokens: int  # that were asked for
+    at: float
+    until: float
 
 
 Outcome = tuple[Waiter, Reservation | SluiceError]
@@ -192,8 +203,10 @@ class QuotaAccount:
     epoch: int = 0
     valid_until: float = 0.0  # the registration surely lives until then
     reachable: bool = True  # the last exchange was answered
+    lease_low: bool = False  # the last reservation left a lease that is to be renewed now
     draining: bool = False  # leases go back at once, and none is taken
     _contended: bool = False
+    _full: _Full | None = None
     _leases: list[_Lease] = field(default_factory=list)
     _waiters: deque[Waiter] = field(default_factory=deque)
     _live: set[Reservation] = field(default_factory=set)
@@ -216,18 +229,28 @@ class QuotaAccount:
             left = lease.left
             if now < lease.usable_until and left.requests and left.slots and left.tokens >= tokens:
                 lease.left = Amounts(left.requests - 1, left.tokens - tokens, left.slots - 1)
-                if not lease.renewed and _less(lease.left, lease.low):
+                self.lease_low = not lease.renewed and _less(lease.left, lease.low)
+                if self.lease_low:
                     lease.renew_at = min(lease.renew_at, now)
                 self._demand.note(tokens)
                 self.counts.local += 1
                 return self._reserved(tokens, lease.epoch, lease.bucket, lease.day)
         return None
 
+    def set_limits(self, limits: Limits, *, fail_open: bool) -> None:
+        """Takes effect for the next reservation."""
+        self.limits, self.fail_open = limits, fail_open
+        self._full = None
+
     def ask(self, tokens: int, now: float) -> Waiter | Reservation | SluiceError:
         """Queues a request for the next exchange. While the service is known to be unreachable the
         fail policy answers at once, so that an outage costs no waiting."""
         if not self.reachable:
             return self._fail(tokens)
+        full = self._full
+        if full is not None and now < full.until and tokens >= full.tokens:
+            self.counts.refused[full.verdict.quota] += 1
+            return refused(full.verdict.quota, full.verdict.delay_ms / 1000 - (now - full.at))
         if len(self._waiters) >= WAITING_MAX:
             return too_many_waiting()
         waiter = Waiter(tokens, now + self.times.recall_s, now + self.times.wait_s, now)
@@ -309,6 +332,8 @@ class QuotaAccount:
         if one.slot_epoch != one.epoch:
             self._settlements.close(one.slot_epoch, 0, 0, now, slots=1)
         self._settlements.overuse_tokens += max(used - one.tokens, 0)
+        if requests_refund or used < one.tokens:
+            self._full = None  # there is room again
 
     # --- exchanges -----------------------------------------------------------------------------
 
@@ -427,6 +452,7 @@ class QuotaAccount:
                 kept.append(lease)
                 continue
             left = lease.left
+            self._full = None  # what is given back is room
             self._settlements.close(
                 lease.epoch,
                 lease.bucket,
@@ -508,6 +534,15 @@ class QuotaAccount:
                 self._settlements.close(epoch, 0, 0, now, slots=self._ended_under_way)
         self.epoch = epoch
 
+    def _note_full(self, tokens: int, verdict: Verdict, now: float) -> None:
+        """Whoever asks for as much within the next moment would hear the same: a tenant far over
+        its limit must not cost an exchange for each of its requests. Slots come and go too fast."""
+        if verdict.quota is QuotaKind.CONCURRENT_REQUESTS:
+            return
+        least = 0 if verdict.quota is QuotaKind.REQUESTS_PER_MIN else tokens
+        until = now + min(self.times.full_s, verdict.delay_ms / 1000)
+        self._full = _Full(verdict, least, now, until)
+
     def _ask_later(self, waiter: Waiter, at: float) -> None:
         waiter.ask_at = at
         waiter.answer_by = at + self.times.wait_s
@@ -542,6 +577,8 @@ class QuotaAccount:
             return []
         waiter.done = True
         self.counts.refused[verdict.quota] += 1
+        if verdict.decision is Decision.REFUSED:
+            self._note_full(waiter.tokens, verdict, now)
         if verdict.decision is Decision.NEVER:
             return [(waiter, never(verdict.quota))]
         return [(waiter, refused(verdict.quota, verdict.delay_ms / 1000))]

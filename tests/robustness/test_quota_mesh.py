@@ -132,6 +132,29 @@ async def test_what_a_killed_scheduler_held_is_free_within_seconds(running: Mesh
     assert 0.5 < took_s < 5.0
 
 
+async def test_a_slow_store_delays_within_its_bound_and_refuses_nobody(running: Mesh) -> None:
+    """Mutant: the wait for the service is shorter than it may be slow."""
+    who = quota_mesh.tenant(running, requests_per_min=10_000, concurrent_requests=100)
+    address = running["valkey"].address
+    over = asyncio.Event()
+
+    async def slow() -> None:
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        while not over.is_set():
+            writer.write(b"CLIENT PAUSE 80 ALL\r\n")
+            await reader.readline()
+            await asyncio.sleep(0.1)
+        writer.close()
+
+    slowing = asyncio.create_task(slow())
+    async with client_of(running, key=who.key) as client:
+        told = [await ask(client) for _ in range(30)]
+    over.set()
+    await slowing
+    assert {reason for reason, _ in told} == {"OK"}
+    assert statistics.median(took_s for _, took_s in told) < 0.35
+
+
 @pytest.mark.parametrize("fault", ["frozen", "killed", "no service"])
 async def test_without_the_store_each_tenants_policy_holds_and_ends_by_itself(
     running: Mesh, fault: str

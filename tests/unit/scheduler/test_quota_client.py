@@ -343,3 +343,29 @@ def test_a_slot_is_told_to_be_free_at_once_where_slots_are_scarce(run_virtual: R
                 assert (await wire.use()).slots == 0
 
     run_virtual(scenario())
+
+
+def test_a_tenant_far_over_its_limit_costs_few_exchanges(run_virtual: Run) -> None:
+    """Room that comes back here is seen at once. Mutants: every request asks; a release is not
+    seen."""
+
+    async def scenario() -> None:
+        wire = Wire()
+        limits = Limits(requests_per_min=3)
+        async with client(wire, limits) as quota:
+            held = [await quota.reserve(T, 1) for _ in range(3)]
+            for one in held[1:]:
+                quota.settle(one, 1)
+            await asyncio.sleep(1.0)
+            before = wire.calls
+            for _ in range(200):
+                with pytest.raises(SluiceError) as refused:
+                    await quota.reserve(T, 1)
+                assert refused.value.reason == "QUOTA_EXCEEDED"
+                assert 57 < (refused.value.retry_after_s or 0) < 60.3
+                await asyncio.sleep(0.005)
+            assert wire.calls - before <= 15
+            quota.release(held[0])
+            assert (await quota.reserve(T, 1)).counted
+
+    run_virtual(scenario())
