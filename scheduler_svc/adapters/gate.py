@@ -222,9 +222,13 @@ class Gate:
             outcome = live.outcome if live is not None else None
             self.domain.ended(ticket.id, effect.attempt, now, outcome or Outcome.CANCELLED)
             return
+        if live.renewing is not None:
+            live.renewing = effect  # the earlier attempt is over; this one waits in its place
+            return
         start_by_unix_s = self.quota.permit(live)
         if start_by_unix_s is None:
-            self._renewals.create_task(self._renew(effect, live))
+            live.renewing = effect
+            self._renewals.create_task(self._renew(live))
             return
         live.dispatched(effect.instance, effect.attempt, now, self._first_token)
         if live.unary:
@@ -252,21 +256,25 @@ class Gate:
             start_by_unix_s=start_by_unix_s,
         )
 
-    async def _renew(self, effect: Dispatch, live: LiveRequest) -> None:
+    async def _renew(self, live: LiveRequest) -> None:
         """What it had reserved may have been given to others while it waited (this process stood
         still, or the state service was unreachable): reserves anew, off the owner task. The ticket
         keeps its room meanwhile, 1.3 s at most."""
-        ticket = effect.ticket
         try:
             await self.quota.renew(live)
         except SluiceError as refusal:
             live.fail(refusal, Outcome.QUOTA_EXCEEDED)
 
         def go_on(now: float) -> None:
+            effect, live.renewing = live.renewing, None
+            assert effect is not None
+            ticket = effect.ticket
+            if ticket.attempt != effect.attempt:
+                return
             if ticket.state is TicketState.LOST and not live.over:
                 # Its instance went meanwhile; no slot was there to report it.
                 self._attempt_failed(live, effect.attempt, FaultKind.LOST_CONNECTION, now, None)
-            else:
+            elif ticket.state is TicketState.RUNNING:
                 self._dispatch(effect, now)
 
         self.post(go_on)

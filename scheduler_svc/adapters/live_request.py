@@ -18,7 +18,7 @@ from typing import Final
 
 from scheduler_svc.domain.continuation import TAIL_BYTES_MAX, tail_of
 from scheduler_svc.domain.flush import FlushBudget
-from scheduler_svc.domain.model import InstanceName, Outcome, Ticket
+from scheduler_svc.domain.model import Dispatch, InstanceName, Outcome, Ticket
 from scheduler_svc.domain.quota import Reservation
 from sluice.common.v1 import result_pb2
 from sluice.errors import Code, SluiceError
@@ -125,6 +125,7 @@ class LiveRequest:
         "quota",
         "quota_closed",
         "quota_lapses",
+        "renewing",
         "sequence",
         "simulated",
         "started_due",
@@ -172,8 +173,9 @@ class LiveRequest:
         self.accepted: inference_pb2.Accepted | None = None
         self.prompt_tokens = 0
         """By the first instance that took it; a later one may read earlier output as prompt."""
-        self.quota: Reservation | None = None  # this and the next four belong to the quota keeper
+        self.quota: Reservation | None = None  # this and the next five belong to the quota keeper
         self.quota_closed = False
+        self.renewing: Dispatch | None = None  # waits for quota that is reserved anew
         self.quota_lapses = 0
         self.paid_tokens = 0
         self.progress_told_s = 0.0

@@ -64,7 +64,7 @@ def consumption(live: LiveRequest, outcome: Outcome) -> Consumption:
         prompt_tokens = live.prompt_tokens or live.ticket.prompt_tokens
         return Consumption(prompt_tokens, 0, output_tokens, True)
     prompt_tokens = live.prompt_tokens or usage.prompt_tokens
-    output_tokens = max(output_tokens, usage.completion_tokens)
+    output_tokens = max(output_tokens, live.attempt_base + usage.completion_tokens)
     return Consumption(prompt_tokens, usage.cached_tokens, output_tokens, True)
 
 

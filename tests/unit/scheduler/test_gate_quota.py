@@ -18,7 +18,7 @@ import pytest
 from scheduler_svc.adapters.gate import LAPSES_MAX
 from scheduler_svc.adapters.live_request import LiveRequest
 from scheduler_svc.adapters.quota_keeper import NOTHING_USED, QuotaKeeper, consumption
-from scheduler_svc.domain.model import Outcome
+from scheduler_svc.domain.model import Outcome, TicketState, Yield
 from scheduler_svc.domain.quota import Reservation
 from scheduler_svc.domain.quota_errors import refused
 from sluice.common.v1 import grant_pb2, result_pb2
@@ -218,6 +218,32 @@ def test_an_instance_lost_while_quota_is_reserved_anew_costs_no_request(scenario
         r.report()
         await asyncio.sleep(1.0)
         assert len(r.execution.starts) == 1
+        await r.execution.accept()
+        await r.execution.end()
+        await r.settle()
+        leave(r, live, Outcome.FINISHED)
+
+    scenario(body)
+
+
+def test_a_request_that_yields_while_quota_is_reserved_anew_starts_once_and_counted(
+    scenario: Play,
+) -> None:
+    """Mutants: the second attempt starts uncounted; the first one starts too."""
+
+    async def body(r: Rig, quota: ScriptedQuota) -> None:
+        quota.may = [0.0]
+        live = await submit(r)
+        ticket = live.ticket
+        assert ticket.instance is not None
+        ticket.state = TicketState.YIELDING
+        r.gate._yield(Yield(ticket, ticket.instance, ticket.attempt), 0.0)
+        r.gate.post(lambda now: None)
+        await r.settle()
+        assert ticket.attempt == 2 and r.execution.starts == []
+        await asyncio.sleep(quota.answer_s)
+        assert len(r.execution.starts) == 1 and live.attempt == 2
+        assert quota.made[1].started
         await r.execution.accept()
         await r.execution.end()
         await r.settle()
