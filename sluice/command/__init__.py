@@ -10,5 +10,5 @@ story; `preflight` checks, `first_files` makes keys and tenants, `readiness` wai
 process of its own, with `backoff`, `run_files` (its plan and records), `log_files` (bounded logs).
 - `sluice down`: `shutdown`, over `mesh_state` (what is there), `processes` (finding and ending
 them) and `mark` (how they are marked). - The command line: `failures` (errors), `cli` with
-`cli_calls` and `cli_show`; `client` calls the mesh through Envoy.
+`cli_calls`, `cli_show`, `cli_tenants` and `cli_fleet`; `client` calls the mesh through Envoy.
 """

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 CLASSES: Final = ("critical", "interactive", "standard", "batch")
 NONE: Final = "none"
+# What the fields of a quota can hold.
+COUNT_MAX: Final = (1 << 32) - 1
+TOKENS_MAX: Final = 10**12
 _NAME: Final = re.compile(r"[a-z0-9-]{1,64}")
 _SPAN: Final = re.compile(r"(\d{1,6})([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -295,9 +298,10 @@ def _set_limits(tenant: admin_pb2.Tenant, *values: str) -> None:
         if value == NONE:
             tenant.quota.ClearField(field)  # type: ignore[arg-type]  # one of _LIMITS
         elif value:
-            if not value.isdecimal() or int(value) >= 1 << 32:
+            most = TOKENS_MAX if field.startswith("tokens") else COUNT_MAX
+            if not value.isdecimal() or int(value) > most:
                 raise typer.BadParameter(
-                    f"{value!r} must be a number below 2^32, or {NONE}", param_hint=option
+                    f"{value!r} must be a number of at most {most}, or {NONE}", param_hint=option
                 )
             setattr(tenant.quota, field, int(value))
 

@@ -1,0 +1,79 @@
+"""How the options of `sluice tenants` become a tenant."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+
+from sluice.command import cli_tenants
+from sluice.command.cli_tenants import CLASSES, NONE
+from sluice.common.v1 import policy_pb2
+from sluice.scheduler.v1 import admin_pb2
+
+
+def test_the_words_of_classes_are_the_protos_own() -> None:
+    for number, name in enumerate(CLASSES, start=1):
+        assert policy_pb2.PriorityClass.Value(f"PRIORITY_CLASS_{name.upper()}") == number
+        assert cli_tenants._class_name(number) == name
+
+
+def test_only_what_is_given_changes() -> None:
+    quota = admin_pb2.TenantQuota(requests_per_min=5, tokens_per_day=7)
+    tenant = admin_pb2.Tenant(
+        name="a",
+        ceiling=policy_pb2.PRIORITY_CLASS_INTERACTIVE,
+        default_class=policy_pb2.PRIORITY_CLASS_STANDARD,
+        models=["m"],
+        quota=quota,
+    )
+    before = admin_pb2.Tenant()
+    before.CopyFrom(tenant)
+    cli_tenants._set(tenant, "", "", None)
+    cli_tenants._set_limits(tenant, "", "", "", "")
+    cli_tenants._set_rights(tenant, None, None, None)
+    assert tenant == before
+    cli_tenants._set(tenant, "", "", [NONE])
+    cli_tenants._set_limits(tenant, NONE, "12", "", "")
+    cli_tenants._set_rights(tenant, True, None, True)
+    assert list(tenant.models) == []
+    assert not tenant.quota.HasField("requests_per_min")
+    assert (tenant.quota.tokens_per_min, tenant.quota.tokens_per_day) == (12, 7)
+    assert (tenant.agents, tenant.sessions, tenant.quota_fail_open) == (True, False, True)
+
+
+def test_a_lower_ceiling_takes_the_default_class_with_it_unless_one_is_said() -> None:
+    tenant = admin_pb2.Tenant(
+        name="a",
+        ceiling=policy_pb2.PRIORITY_CLASS_CRITICAL,
+        default_class=policy_pb2.PRIORITY_CLASS_STANDARD,
+    )
+    cli_tenants._set(tenant, "", "batch", None)
+    assert (tenant.ceiling, tenant.default_class) == (4, 4)
+    cli_tenants._set(tenant, "standard", "critical", None)
+    assert (tenant.ceiling, tenant.default_class) == (1, 3)
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", "many", str(1 << 32)])
+def test_a_limit_that_is_no_number_names_its_option(value: str) -> None:
+    with pytest.raises(typer.BadParameter) as raised:
+        cli_tenants._set_limits(admin_pb2.Tenant(), value, "", "", "")
+    assert raised.value.param_hint == "--requests-per-min"
+
+
+def test_a_wrong_class_names_its_option() -> None:
+    with pytest.raises(typer.BadParameter) as raised:
+        cli_tenants._set(admin_pb2.Tenant(), "", "urgent", None)
+    assert raised.value.param_hint == "--ceiling"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30s", 30), ("5m", 300), ("2h", 7200), ("1d", 86400)]
+)
+def test_a_span_is_a_number_and_a_unit(text: str, seconds: int) -> None:
+    assert cli_tenants._span_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "5", "d", "1w", "-1d", "1.5h"])
+def test_anything_else_is_no_span(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="90d"):
+        cli_tenants._span_s(text)
