@@ -85,8 +85,8 @@ def _ensure_tenants(path: Path, api_key: str, admin_key: str) -> None:
 
 
 def _tenants_text(api_digest: str, admin_digest: str) -> str:
-    return f"""# Who may call the mesh at first. Keys stand here as the SHA-256 of their text, in hex. The state
-# service takes each tenant and each key over once; from then on `sluice tenants` changes them.
+    return f"""# Who may call the mesh at first. Keys stand here as SHA-256 of their text, in hex.
+# The state service takes each tenant and each key over once; then `sluice tenants` changes them.
 # Admin keys stay here.
 admin_key_sha256 = ["{admin_digest}"]
 
