@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scheduler_svc.domain.agent_gate import AgentLimits
-from scheduler_svc.domain.limits import BreakerLimits, SchedulerLimits
+from scheduler_svc.domain.limits import BreakerLimits, PoisonLimits, RetryLimits, SchedulerLimits
 from scheduler_svc.domain.model import PriorityClass
 from scheduler_svc.domain.placement import POLICIES
 from sluice.config import section, setting
@@ -147,6 +147,39 @@ class SchedulerConfig:
     decision_ring_mib: int = setting(
         16, unit="MiB", ge=1, le=4096, help="Decision records kept in this process."
     )
+    retry_budget_ratio: float = setting(
+        0.1, ge=0.0, le=1.0, help="Further attempts per request served; the first failover is free."
+    )
+    retry_budget_max: float = setting(
+        10.0, ge=1.0, le=10000.0, help="Further attempts that may be saved up."
+    )
+    retry_budget_min_per_s: float = setting(
+        0.1, unit="1/s", ge=0.001, le=1000.0, help="Further attempts per second without traffic."
+    )
+    failover_per_s: float = setting(
+        100.0,
+        unit="1/s",
+        ge=0.1,
+        le=100000.0,
+        help="Rate at which requests that one loss orphaned go back to the queue.",
+    )
+    failover_burst: float = setting(
+        16.0, ge=1.0, le=100000.0, help="How many of them go back at once."
+    )
+    poison_apart_s: float = setting(
+        1.0,
+        unit="s",
+        ge=0.0,
+        le=60.0,
+        help="Longest wait of a request whose engine died for an instance without another such.",
+    )
+    quarantine_s: float = setting(
+        600.0,
+        unit="s",
+        ge=1.0,
+        le=86400.0,
+        help="How long an input that killed engines is refused, and a suspected one remembered.",
+    )
     drain_grace_s: float = setting(
         120.0, unit="s", ge=0.0, le=3600.0, help="Longest wait for open requests at shutdown."
     )
@@ -250,6 +283,18 @@ def domain_limits(config: SchedulerConfig) -> SchedulerLimits:
         drain_run_max_s=config.drain_run_max_s,
         no_instance_wait_s=config.no_instance_wait_s,
         breaker=breaker_limits(config),
+        retry=RetryLimits(
+            budget_ratio=config.retry_budget_ratio,
+            budget_max=config.retry_budget_max,
+            budget_min_per_s=config.retry_budget_min_per_s,
+            failover_per_s=config.failover_per_s,
+            failover_burst=config.failover_burst,
+        ),
+        poison=PoisonLimits(
+            apart_s=config.poison_apart_s,
+            suspicion_s=config.quarantine_s,
+            quarantine_s=config.quarantine_s,
+        ),
     )
 
 

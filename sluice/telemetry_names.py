@@ -126,6 +126,10 @@ INSTANCES = _gauge("sluice.instances", "{instance}", "Instances by state.", "sta
 BREAKER_OPENED = _counter(
     "sluice.breaker.opened", "{opening}", "How often a breaker opened.", "instance"
 )
+RETRIES = _counter(
+    "sluice.retries", "{attempt}", "Attempts that the retry budget decided on.", "result"
+)
+POISONED = _gauge("sluice.poisoned", "{input}", "Inputs by what they are known for.", "state")
 LIMIT_HITS = _counter("sluice.limit.hits", "{hit}", "How often a named bound was hit.", "limit")
 QUEUE_TIME = _histogram("sluice.queue.time", "s", "Time in the queue.", _SECONDS, "class")
 TTFT = _histogram(

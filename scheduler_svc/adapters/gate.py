@@ -16,9 +16,11 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 from scheduler_svc.adapters.execution_link import ExecutionLink, choose_link
+from scheduler_svc.adapters.input_hash import generation_hash
 from scheduler_svc.adapters.lane import Lane, Slot
 from scheduler_svc.adapters.live_request import LiveRequest
 from scheduler_svc.adapters.prefixes import PrefixReader
@@ -161,6 +163,8 @@ class Gate:
         """Queues a request. Its end, whatever it is, arrives at ``live``; :meth:`leave` follows."""
         ticket = live.ticket
         ticket.prefix = self._prefixes.read(live.work, self.domain.prefix_block(ticket.model))
+        if ticket.input_hash is None:
+            ticket.input_hash = partial(generation_hash, ticket.tenant, live.work)
         self.flush.open(ticket.priority_class)
 
         def submit(now: float) -> None:

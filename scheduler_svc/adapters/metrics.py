@@ -49,6 +49,8 @@ class SchedulerMetrics:
         telemetry.gauge(names.BUFFERED, self._read_buffered)
         telemetry.gauge(names.INSTANCES, self._read_instances)
         telemetry.counter(names.BREAKER_OPENED, self._read_breakers)
+        telemetry.counter(names.RETRIES, self._read_retries)
+        telemetry.gauge(names.POISONED, self._read_poisoned)
         telemetry.counter(names.LIMIT_HITS, self._read_limit_hits)
         telemetry.counter(names.FRAMES, self._read_frames)
 
@@ -176,6 +178,16 @@ class SchedulerMetrics:
     def _read_breakers(self) -> Iterator[tuple[int, Labels]]:
         for instance, status in self._gate.domain.snapshot().instances.items():
             yield status.breaker_opened, {"instance": instance}
+
+    def _read_retries(self) -> Iterator[tuple[int, Labels]]:
+        snapshot = self._gate.domain.snapshot()
+        yield snapshot.retries, {"result": "allowed"}
+        yield snapshot.retries_refused, {"result": "refused"}
+
+    def _read_poisoned(self) -> Iterator[tuple[int, Labels]]:
+        snapshot = self._gate.domain.snapshot()
+        yield snapshot.suspected, {"state": "suspected"}
+        yield snapshot.poisoned, {"state": "refused"}
 
     def _read_limit_hits(self) -> Iterator[tuple[int, Labels]]:
         for limit, count in self.limit_hits.items():

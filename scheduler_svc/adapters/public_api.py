@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeAlias, cast
 
 import grpc
@@ -27,6 +28,7 @@ from scheduler_svc.adapters.answers import deltas_due, finished, started, whole_
 from scheduler_svc.adapters.catalog import Catalog
 from scheduler_svc.adapters.decisions import Decisions
 from scheduler_svc.adapters.gate import Gate
+from scheduler_svc.adapters.input_hash import embedding_hash
 from scheduler_svc.adapters.live_request import LiveRequest
 from scheduler_svc.adapters.metrics import SchedulerMetrics
 from scheduler_svc.adapters.quota_keeper import NOTHING_USED, consumption
@@ -82,6 +84,7 @@ MESH_FAULTS: Final = frozenset(
         Outcome.INTER_TOKEN_TIMEOUT,
         Outcome.SLOW_CONSUMER,
         Outcome.NO_INSTANCE,
+        Outcome.POISON,
         Outcome.INTERNAL,
     )
 )
@@ -346,6 +349,7 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise
         held = await self._reserve(ticket)
         with self._releasing(held):
+            ticket.input_hash = partial(embedding_hash, ticket.tenant, model, request.texts)
             work = inference_pb2.Work(request_id=caller.request_id, model=model)
             live = LiveRequest(ticket, work, self._gate.flush, loop=self._loop, unary=True)
         live.quota = held

@@ -60,6 +60,37 @@ class BreakerLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class RetryLimits:
+    """How often and how fast failed attempts are made again. ``budget_max`` is small: with all of
+    1,000 calls failing, 10 further attempts are 1 %."""
+
+    budget_ratio: float = 0.1
+    budget_max: float = 10.0
+    budget_min_per_s: float = 0.1
+    # What one death orphaned returns at this rate, and so many at once.
+    failover_per_s: float = 100.0
+    failover_burst: float = 16.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoisonLimits:
+    """When an input counts as what kills engines."""
+
+    # Deaths that convict: on so many instances, or so many of whichever.
+    instances_max: int = 2
+    deaths_max: int = 3
+    # A suspect goes on when no other one is where it could go; so long it waits for that.
+    apart_s: float = 1.0
+    # Output tokens beyond the point at which an attempt died that clear its input: the count is as
+    # old as a frame.
+    cleared_tokens: int = 16
+    # How long a suspicion is remembered, and how long a poisonous input is refused.
+    suspicion_s: float = 600.0
+    quarantine_s: float = 600.0
+    inputs_max: int = 1_024
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """The scheduler's numbers. Times in seconds, sizes in tokens or bytes."""
 
@@ -88,6 +119,8 @@ class SchedulerLimits:
     prefill_steps_max: float = 2.0
 
     breaker: BreakerLimits = field(default_factory=BreakerLimits)
+    retry: RetryLimits = field(default_factory=RetryLimits)
+    poison: PoisonLimits = field(default_factory=PoisonLimits)
 
     # Attempts on instances that fail before the first token.
     attempts_max: int = 3

@@ -7,6 +7,7 @@ Times are seconds of one monotonic clock that the caller passes in; tokens and b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Final, NewType
@@ -18,6 +19,7 @@ from sluice.errors import Code, SluiceError
 
 if TYPE_CHECKING:
     from scheduler_svc.domain.decision import Trail
+    from scheduler_svc.domain.quarantine import Suspicion
 
 TicketId = NewType("TicketId", int)
 InstanceName = NewType("InstanceName", str)
@@ -99,11 +101,13 @@ Line = tuple[str, WorkKind]  # model and kind: what waits for the same instances
 
 
 class TicketState(Enum):
-    """Where a ticket is. ``LOST`` is running on an instance that is gone, until ``failed``.
-    ``YIELDING`` runs on until the instance confirms that it stopped, and then waits again."""
+    """Where a ticket is. ``LOST`` is running on an instance that is gone, until ``failed``;
+    ``RETURNING`` is on the way back to the queue after such a loss. ``YIELDING`` runs on until the
+    instance confirms that it stopped, and then waits again."""
 
     NEW = "new"
     WAITING = "waiting"
+    RETURNING = "returning"
     RUNNING = "running"
     YIELDING = "yielding"
     LOST = "lost"
@@ -180,6 +184,7 @@ class Ticket:
     output_tokens: int
     size_bytes: int
     kind: WorkKind = WorkKind.GENERATE
+    input_hash: Callable[[], bytes] | None = None
     excluded: set[InstanceName] = field(default_factory=set)
     attempts: int = 0
     prefix: Prefix | None = None
@@ -204,6 +209,8 @@ class Ticket:
     generated_tokens: int = field(default=0, init=False)
     first_token: bool = field(default=False, init=False)
     trial: int = field(default=-1, init=False)
+    failed_over: bool = field(default=False, init=False)
+    suspicion: Suspicion | None = field(default=None, init=False)
     first_token_expected_s: float = field(default=0.0, init=False)
     passed_over: int = field(default=0, init=False)
     held_row: int = field(default=-1, init=False)

@@ -64,6 +64,17 @@ def first_token_timeout() -> Refusal:
     )
 
 
+def poison(ticket: Ticket) -> Refusal:
+    """No delay is told: the same input is not run again before an operator has looked at it, or its
+    time in quarantine is over."""
+    return Refusal(
+        Outcome.POISON,
+        Code.FAILED_PRECONDITION,
+        "engines died each time they ran this input; it is not run again for now",
+        metadata={"attempts": str(ticket.attempts)},
+    )
+
+
 def instance_lost(ticket: Ticket, *, delivered: bool) -> Refusal:
     """``delivered``: output has reached the client, so that nothing may be repeated."""
     return Refusal(

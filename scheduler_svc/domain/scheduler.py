@@ -60,7 +60,9 @@ from scheduler_svc.domain.model import (
 )
 from scheduler_svc.domain.prefix_blocks import PrefixBlock, PrefixBlocks
 from scheduler_svc.domain.prefix_index import PrefixIndex
+from scheduler_svc.domain.quarantine import Quarantine
 from scheduler_svc.domain.queue import TicketQueue
+from scheduler_svc.domain.retry_budget import LOSSES, Pacing, RetryBudget
 from scheduler_svc.domain.snapshot import InstanceStatus, Snapshot
 from scheduler_svc.domain.turn import Scan, allowed_rows, side_by_side
 from scheduler_svc.domain.yielding import Yields
@@ -90,6 +92,9 @@ class Scheduler:
         self._engine_time = EngineTime()
         self._fleet = Fleet(limits, self._ledger)
         self._estimates = Estimates(limits)
+        self._budget = RetryBudget(limits.retry)
+        self._pacing = Pacing(limits.retry)
+        self._quarantine = Quarantine(limits.poison)
         self._pace = FirstTokenPace(limits.breaker, limits.models_max)
         self._closed = Closed(self._fleet, limits)
         self._timers: LazyHeap[Ticket] = LazyHeap()
@@ -112,6 +117,8 @@ class Scheduler:
             refusal: Refusal | None = refusals.draining(self._limits.retry_after_min_s)
         else:
             refusal = self._admission.refusal(ticket, now)
+        if refusal is None and self._quarantine.refuses(ticket, now):
+            refusal = refusals.poison(ticket)
         if refusal is not None:
             self._submitted += 1
             ticket.trail = Trail(ticket.sampled)
@@ -121,7 +128,7 @@ class Scheduler:
 
     def submit(self, ticket: Ticket, now: float) -> Refusal | None:
         """Queues a ticket; ``None`` when it waits. Otherwise it is over, with one of QUEUE_FULL,
-        HOPELESS, NO_INSTANCE, DRAINING or DEADLINE_EXCEEDED. O(log n)."""
+        HOPELESS, NO_INSTANCE, DRAINING, POISON or DEADLINE_EXCEEDED. O(log n)."""
         assert ticket.id not in self._tickets, "two tickets with one id"
         refusal = self.refuse(ticket, now)
         if refusal is None:
@@ -136,6 +143,7 @@ class Scheduler:
         in the order in which they happened. O(dispatches + lines), each times the columns."""
         effects: list[Effect] = []
         self._look(now)
+        self._release(now, effects)
         self._expire(now, effects)
         self._place(now, effects)
         effects += [self._yield(ticket, now) for ticket in self._yields.look(now)]
@@ -151,8 +159,7 @@ class Scheduler:
             return None
         if ticket.state in _RUNS:
             return self._abort(ticket, outcome, None, now)
-        if ticket.state is TicketState.WAITING:
-            self._queue.leave(ticket, served=False)
+        self._withdraw(ticket)
         self._finish(ticket, outcome)
         return None
 
@@ -192,6 +199,7 @@ class Scheduler:
         if ticket is None or tokens <= ticket.generated_tokens:
             return
         ticket.generated_tokens = tokens
+        self._quarantine.progressed(ticket)
         block, kv_max = self._memory(self._fleet.at(ticket.row))
         self._ledger.progress(ticket, block, kv_max)
         self._fleet.refresh_row(ticket.row)
@@ -243,6 +251,8 @@ class Scheduler:
                 ticket.generated_tokens = output_tokens
             tokens = ticket.resumed_tokens + ticket.generated_tokens
             self._estimates.saw_end(ticket, tokens, ticket.ran_s + now - ticket.dispatched_s)
+            self._quarantine.clear(ticket)
+            self._budget.served()
         self._finish(ticket, outcome)
 
     def failed(
@@ -250,10 +260,11 @@ class Scheduler:
     ) -> Literal["requeued", "ended"] | Refusal:
         """The attempt failed through no fault of the request. ``delivered``: output tokens over all
         attempts so far. None: "requeued" for another instance, ``attempts_max`` times in all. Some:
-        "requeued" to go on with them elsewhere, if it can be, ``migrations_max`` times. Otherwise
-        the error for the client. "ended": stale or aborting, so nobody waits for an answer.
-        What shows that the instance is not what its last report says also closes it until its next
-        one: more would use up their attempts there."""
+        "requeued" to go on with them elsewhere, if it can be, ``migrations_max`` times. Both as far
+        as the retry budget goes. Otherwise, and for poison, the error for the client. "ended":
+        stale or aborting, so nobody waits for an answer. What shows that the instance is not what
+        its last report says also closes it until its next one: more would use up their attempts
+        there."""
         ticket = self._current(ticket_id, attempt)
         if ticket is None:
             return "ended"
@@ -261,6 +272,7 @@ class Scheduler:
         known = self._fleet.get(ticket.instance) if ticket.instance is not None else None
         if kind in _NOT_AS_REPORTED and known is not None:
             self._fleet.close(known, kind.value, silent=False)
+        poison = self._quarantine.died(ticket, kind, now, int(delivered))
         if ticket.state in _HOLDS_ROOM:
             self._free(ticket, now)
         if ticket.state is TicketState.ABORTING:
@@ -268,19 +280,23 @@ class Scheduler:
             return "ended"
         _note_end(ticket, "lost", kind.value)
         ticket.attempts += 1
+        if poison:
+            self._finish(ticket, Outcome.POISON)
+            return refusals.poison(ticket)
         if delivered:
-            again = self._goes_on(ticket, kind)
+            again = self._goes_on(ticket, kind) and self._may_retry(ticket, kind, now)
             ticket.migrations += again
             ticket.resumed_tokens, ticket.generated_tokens = delivered, 0
         else:
             again = ticket.attempts < self._limits.attempts_max
+            again = again and self._may_retry(ticket, kind, now)
         if not again:
             self._finish(ticket, Outcome.INSTANCE_FAILED)
             return refusals.instance_lost(ticket, delivered=bool(delivered))
         assert ticket.instance is not None
         if not (delivered and kind is FaultKind.LOST_RELAY):
             ticket.excluded.add(ticket.instance)
-        self._return(ticket, now)
+        self._return(ticket, now, paced=kind in LOSSES)
         return "requeued"
 
     def yielded(
@@ -355,6 +371,7 @@ class Scheduler:
             return []
         self._fleet.revoke_credit(known)
         self._forget_prefixes(known)
+        self._quarantine.breaks(known.row)
         orphans = []
         for ticket_id in sorted(self._ledger.load(known.row).tickets):
             ticket = self._tickets[ticket_id]
@@ -399,6 +416,7 @@ class Scheduler:
         """The earliest time at which ``turn`` would change something by time alone."""
         timer = self._timers.peek()
         times = [None if timer is None else timer[0][0], self._yields.next_s]
+        times.append(self._pacing.next_s(now, self._quarantine.go_at_s))
         if len(self._queue):
             times += [self._fleet.next_change(), self._admission.next_impatience()]
             times.append(self._holds_until_s)
@@ -468,6 +486,11 @@ class Scheduler:
             draining=self._draining,
             prefix_tokens_expected=self._cached_expected,
             prefix_tokens_cached=self._cached_seen,
+            returning=len(self._pacing),
+            retries=self._budget.taken,
+            retries_refused=self._budget.refused,
+            suspected=self._quarantine.counts()[0],
+            poisoned=self._quarantine.counts()[1],
             prefix_evictions=0 if self._prefixes is None else self._prefixes.evictions,
         )
 
@@ -486,8 +509,10 @@ class Scheduler:
         assert states[TicketState.NEW] == states[TicketState.ENDED] == 0
         assert states[TicketState.WAITING] == len(self._queue)
         assert sum(states[state] for state in _HOLDS_ROOM) == len(self._ledger)
+        assert states[TicketState.RETURNING] == len(self._pacing)
+        self._quarantine.check()
         assert self._submitted == len(self._tickets) + self._outcomes.total()
-        timed = {TicketState.WAITING, TicketState.LOST, *_RUNS}
+        timed = {TicketState.WAITING, TicketState.RETURNING, TicketState.LOST, *_RUNS}
         for ticket in self._tickets.values():
             assert (ticket.id in self._timers) == (ticket.state in timed)
         assert len(self._timers) == sum(states[state] for state in timed)
@@ -512,8 +537,8 @@ class Scheduler:
                 continue
             error = self._too_late_waiting(ticket, now)
             if ticket.state is TicketState.WAITING:
-                self._queue.leave(ticket, served=False)
                 self._note_refusal(ticket, now)
+            self._withdraw(ticket)
             effects.append(Refuse(ticket, error.outcome, error))
             self._finish(ticket, error.outcome)
         for line in self._queue.lines():
@@ -530,12 +555,47 @@ class Scheduler:
             effects.append(Refuse(ticket, error.outcome, error))
             self._finish(ticket, error.outcome)
 
+    def _release(self, now: float, effects: list[Effect]) -> None:
+        """Lets tickets back into the queue after a loss, at their pace and suspects apart."""
+        if not self._pacing:
+            return
+        for ticket in self._pacing.release(now, lambda ticket: self._may_go(ticket, now)):
+            if ticket.suspicion is not None and ticket.suspicion.poison:
+                error = refusals.poison(ticket)  # its like was convicted meanwhile
+                effects.append(Refuse(ticket, error.outcome, error))
+                self._finish(ticket, error.outcome)
+            else:
+                self._enqueue(ticket, now)
+
+    def _may_go(self, ticket: Ticket, now: float) -> bool:
+        if ticket.suspicion is None:
+            return True
+        usable = self._fleet.usable(ticket.line)
+        known = filter(None, map(self._fleet.get, ticket.excluded))
+        spent = sum(bool(usable[instance.row]) for instance in known)
+        return self._quarantine.may_go(ticket, int(np.count_nonzero(usable)) - spent, now)
+
+    def _may_retry(self, ticket: Ticket, kind: FaultKind, now: float) -> bool:
+        """The first failover after a loss is free; everything else is the budget's."""
+        if kind in LOSSES and not ticket.failed_over:
+            ticket.failed_over = True
+            return True
+        return self._budget.take(now)
+
     def _place(self, now: float, effects: list[Effect]) -> None:
         """Line by line: takes the next ticket, finds it a row, dispatches it or sets it aside."""
         self._holds_until_s = inf
         for line in self._queue.lines():
             dispatches: list[Dispatch] = []
-            scan = Scan(line, self._fleet, self._placement, self._limits, self._prefixes, now)
+            scan = Scan(
+                line,
+                self._fleet,
+                self._placement,
+                self._limits,
+                self._prefixes,
+                now,
+                self._quarantine,
+            )
             while scan.is_open:
                 ticket = self._queue.take(line, scan.tried, self._limits.bypass_max)
                 if ticket is None:
@@ -568,6 +628,7 @@ class Scheduler:
         ticket.row, ticket.instance = row, instance.name
         ticket.dispatched_s = now
         ticket.first_token_expected_s = self._fleet.first_token_s(row)
+        self._quarantine.boards(ticket)
         ticket.trial = instance.breaker.begin()
         if instance.breaker.state is BreakerState.HALF_OPEN:
             self._fleet.judged(instance)
@@ -584,21 +645,38 @@ class Scheduler:
         ticket.state = TicketState.WAITING
         ticket.row = ticket.held_row = -1
         self._queue.push(ticket)
+        self._quarantine.returns(ticket)
+        self._watch_waiting(ticket, now)
+
+    def _watch_waiting(self, ticket: Ticket, now: float) -> None:
         at = self._admission.hopeless_at(ticket, now)
         if ticket.resumed_tokens:
             ticket.stranded = False
             at = min(ticket.deadline_s, now + self._limits.no_instance_wait_s)
         self._timers.push(ticket.id, (at,), ticket)
 
-    def _return(self, ticket: Ticket, now: float) -> None:
-        """Back to the head of its class, as if it had not run, or to go on from where it is."""
+    def _return(self, ticket: Ticket, now: float, paced: bool = False) -> None:
+        """Back to the head of its class, as if it had not run, or to go on from where it is.
+        ``paced``: when its turn comes."""
         ticket.taken = bool(ticket.resumed_tokens)
         if ticket.resumed_tokens:
             ticket.ran_s += now - ticket.dispatched_s
         ticket.generated_tokens = 0
         ticket.first_token = False
         ticket.held_until_s = None
-        self._enqueue(ticket, now)
+        if not paced:
+            self._enqueue(ticket, now)
+            return
+        ticket.state = TicketState.RETURNING
+        self._pacing.push(ticket, ticket.suspicion.tokens if ticket.suspicion is not None else 0)
+        self._watch_waiting(ticket, now)
+
+    def _withdraw(self, ticket: Ticket) -> None:
+        """Out of the queue, or off the way there."""
+        if ticket.state is TicketState.WAITING:
+            self._queue.leave(ticket, served=False)
+        elif ticket.state is TicketState.RETURNING:
+            self._pacing.remove(ticket)
 
     def _watch_running(self, ticket: Ticket) -> None:
         """The instance ends it at its deadline; the timer is the backstop, hence the grace."""
@@ -691,6 +769,7 @@ class Scheduler:
 
     def _free(self, ticket: Ticket, now: float) -> Instance:
         """Gives the ticket's room back; returns the instance that had it."""
+        self._quarantine.leaves(ticket)
         row = self._ledger.free(ticket.id)
         ticket.engine_s += self._engine_time.end(row, ticket.engine_mark_s, now)
         instance = self._fleet.at(row)
@@ -717,6 +796,7 @@ class Scheduler:
         """The one place where a ticket ends."""
         assert ticket.state is not TicketState.ENDED, "ended twice"
         ticket.state = TicketState.ENDED
+        self._quarantine.leaves(ticket)
         self._timers.remove(ticket.id)
         self._tickets.pop(ticket.id, None)
         self._queue.settle(ticket, _took(ticket, outcome))
@@ -725,9 +805,10 @@ class Scheduler:
     def _current(self, ticket_id: TicketId, attempt: int) -> Ticket | None:
         """The ticket, if this attempt of it is not over."""
         ticket = self._tickets.get(ticket_id)
-        if ticket is None or ticket.attempt != attempt or ticket.state is TicketState.WAITING:
+        if ticket is None or ticket.attempt != attempt:
             return None
-        return ticket
+        waits = ticket.state in (TicketState.WAITING, TicketState.RETURNING)
+        return None if waits else ticket
 
     def _holding(self, ticket_id: TicketId, attempt: int) -> Ticket | None:
         """The ticket, if it holds room in this attempt."""

@@ -61,6 +61,9 @@ class Snapshot:
     ``refused_reports``: reports of instances for which the fleet had no row.
     ``prefix_tokens_expected``: prompt tokens that placement expected in the caches of the chosen
     instances; ``prefix_tokens_cached``: those that the engines found, for tickets with a prefix.
+    ``returning``: those of them on their way back to the queue. ``retries`` and
+    ``retries_refused``: attempts that the retry budget allowed and did not. ``suspected``: inputs
+    that were there when an engine died; ``poisoned``: those that are refused for it.
     ``prefix_evictions``: blocks that the index gave up for others at its bound."""
 
     submitted: int
@@ -75,3 +78,8 @@ class Snapshot:
     prefix_tokens_expected: int = 0
     prefix_tokens_cached: int = 0
     prefix_evictions: int = 0
+    returning: int = 0
+    retries: int = 0
+    retries_refused: int = 0
+    suspected: int = 0
+    poisoned: int = 0

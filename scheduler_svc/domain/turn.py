@@ -23,6 +23,7 @@ from scheduler_svc.domain.fleet import Fleet
 from scheduler_svc.domain.limits import SchedulerLimits
 from scheduler_svc.domain.model import Dispatch, InstanceName, Line, PriorityClass, Ticket
 from scheduler_svc.domain.prefix_index import PrefixIndex
+from scheduler_svc.domain.quarantine import Quarantine
 from scheduler_svc.ports import Column, Mask, Need, PlacementPolicy
 
 # Depths in blocks at which prefixes are compared when dispatches are put side by side.
@@ -34,7 +35,8 @@ class Scan:
 
     __slots__ = (
         *("_aside", "_fleet", "_found", "_holds", "_limits", "_line", "_now", "_open"),
-        *("_placement", "_prefixes", "_usable", "cached_tokens", "holds_until_s", "tried"),
+        *("_placement", "_prefixes", "_quarantine", "_usable"),
+        *("cached_tokens", "holds_until_s", "tried"),
     )
 
     def __init__(
@@ -45,6 +47,7 @@ class Scan:
         limits: SchedulerLimits,
         prefixes: PrefixIndex | None = None,
         now: float = 0.0,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self._line = line
         self._fleet = fleet
@@ -52,6 +55,7 @@ class Scan:
         self._limits = limits
         self._prefixes = prefixes if placement.reads_prefixes else None
         self._now = now
+        self._quarantine = quarantine
         self._holds = 0
         self.holds_until_s = inf  # when the first of the tickets held now is held no longer
         self.cached_tokens = 0  # of the ticket found last, expected in its row's cache
@@ -214,7 +218,10 @@ class Scan:
         return np.minimum(tokens, ticket.prompt_tokens - 1, out=tokens)
 
     def _allowed(self, ticket: Ticket) -> Mask:
-        return allowed_rows(ticket, self._fleet, self._usable)
+        usable = self._usable
+        if ticket.suspicion is not None and self._quarantine is not None:
+            usable = self._quarantine.apart(ticket, usable)
+        return allowed_rows(ticket, self._fleet, usable)
 
 
 def allowed_rows(ticket: Ticket, fleet: Fleet, usable: Mask) -> Mask:

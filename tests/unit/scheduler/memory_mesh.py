@@ -25,7 +25,7 @@ from scheduler_svc.adapters.gate import Gate
 from scheduler_svc.adapters.live_request import LiveRequest
 from scheduler_svc.adapters.translate import obstacle_of
 from scheduler_svc.domain.flush import FlushBudget
-from scheduler_svc.domain.limits import BreakerLimits, SchedulerLimits
+from scheduler_svc.domain.limits import BreakerLimits, PoisonLimits, RetryLimits, SchedulerLimits
 from scheduler_svc.domain.model import (
     InstanceName,
     InstanceReport,
@@ -399,9 +399,15 @@ async def memory_mesh(
     """A gate and instances of one model; ``others`` have profiles of their own, ``engines`` are
     given. Nothing may be left when it is over."""
     ensure_keys(folder)
-    # Tests break streams more often than a breaker would bear.
+    # Tests break streams more often than a breaker, a budget or a quarantine would bear.
     patient = BreakerLimits(faults_max=1_000_000, volume_min=1_000_000)
-    bounds = replace(SchedulerLimits(instances_max=8, breaker=patient), **(limits or {}))  # type: ignore[arg-type]
+    base = SchedulerLimits(
+        instances_max=8,
+        breaker=patient,
+        retry=RetryLimits(budget_max=1e6),
+        poison=PoisonLimits(instances_max=1_000_000, deaths_max=1_000_000),
+    )
+    bounds = replace(base, **(limits or {}))  # type: ignore[arg-type]
     gate = Gate(Scheduler(bounds, LeastWork()), GrantSigner.load(folder, "test"), FlushBudget())
     profiles = {**dict.fromkeys(names, profile), **(others or {})}
     made = {name: SimulatedEngine(one) for name, one in profiles.items()}

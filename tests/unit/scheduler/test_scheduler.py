@@ -424,8 +424,9 @@ def test_a_lost_stream_frees_all_its_room_and_hands_back_those_who_still_wait() 
     assert isinstance(bench.scheduler.cancel(on_a[0].id, 0.0), Abort)
     assert bench.scheduler.lost(A, 0.0) == [t.id for t in on_a[1:]]
     assert bench.scheduler.snapshot().instances[A].running == 0
+    kind = FaultKind.GOING_DOWN  # nobody is suspected of it
     for ticket in on_a[1:]:
-        assert bench.scheduler.failed(ticket.id, 1, LOST, 0.0, delivered=False) == "requeued"
+        assert bench.scheduler.failed(ticket.id, 1, kind, 0.0, delivered=False) == "requeued"
     assert bench.turn() == []  # b is full, and a has no credit before its new stream has
     bench.scheduler.ended(on_a[1].id, 1, 0.0)  # of the lost attempt
     bench.up("a")

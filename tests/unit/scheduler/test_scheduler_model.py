@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 from scheduler_svc.domain.admission import FIRST_TOKEN_SHARE
 from scheduler_svc.domain.canonical import PrefixHasher
-from scheduler_svc.domain.limits import BreakerLimits, ClassLimits
+from scheduler_svc.domain.limits import BreakerLimits, ClassLimits, RetryLimits
 from scheduler_svc.domain.model import (
     Abort,
     Dispatch,
@@ -155,6 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             no_instance_wait_s=ABSENT_S,
             attempts_max=ATTEMPTS,
             breaker=BreakerLimits(faults_max=10**9, volume_min=10**9),  # test_breaker's
+            retry=RetryLimits(budget_max=10**9),  # test_retry_budget's
             bypass_max=100,
             passed_over_max=10**9,
             prefix_index_bytes=100_000,
@@ -529,9 +530,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for name, other in self.reference.instances.items()
             )
         )
-        result = self.scheduler.failed(
-            ticket.id, attempt, FaultKind.LOST_CONNECTION, self.now, tokens
-        )
+        result = self.scheduler.failed(ticket.id, attempt, FaultKind.ENGINE_ERROR, self.now, tokens)
         if stale:
             assert result == "ended"
             return

@@ -23,6 +23,7 @@ from tests.unit.scheduler.scheduling import Bench, a_ticket
 
 A, B = InstanceName("a"), InstanceName("b")
 LOST = FaultKind.LOST_CONNECTION
+ERROR = FaultKind.ENGINE_ERROR
 CRITICAL, INTERACTIVE = PriorityClass.CRITICAL, PriorityClass.INTERACTIVE
 STANDARD, BATCH = PriorityClass.STANDARD, PriorityClass.BATCH
 
@@ -128,9 +129,9 @@ def test_it_goes_on_after_so_many_failures_and_no_more() -> None:
     for attempt in range(1, 4):
         if attempt == 1:
             begin(bench, ticket)
-        assert bench.scheduler.failed(ticket.id, attempt, LOST, 0.0, 10 * attempt) == "requeued"
+        assert bench.scheduler.failed(ticket.id, attempt, ERROR, 0.0, 10 * attempt) == "requeued"
         bench.turn()
-    assert isinstance(bench.scheduler.failed(ticket.id, 4, LOST, 0.0, 40), Refusal)
+    assert isinstance(bench.scheduler.failed(ticket.id, 4, ERROR, 0.0, 40), Refusal)
     assert ticket.migrations == 3
     assert bench.is_empty()
 
@@ -163,6 +164,7 @@ def test_what_waits_for_a_model_that_is_gone_is_given_up_in_time() -> None:
     bench.scheduler.failed(ticket.id, 1, LOST, 0.0, 10)
     for name in (A, B):
         bench.scheduler.unreachable(name, "gone", 0.0)
+    assert bench.turn() == []
     bench.now = 9.0
     assert bench.turn() == []
     bench.now = 10.0
