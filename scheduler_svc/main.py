@@ -215,7 +215,7 @@ def _signer(config: SchedulerConfig) -> GrantSigner:
 
 def _tenants(config: SchedulerConfig) -> Tenants:
     try:
-        return Tenants(config.tenants_file)
+        return Tenants(config.tenants_file, awaits_state=bool(config.state))
     except (OSError, ValueError) as error:
         raise ConfigError("scheduler.tenants_file", str(error)) from error
 

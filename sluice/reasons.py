@@ -141,12 +141,19 @@ REQUESTS: Final[Mapping[str, Reason]] = {
 ADMIN: Final[Mapping[str, Reason]] = {
     "ADMIN_ONLY": _reason(_MAY_NOT, "key", "This needs an admin key."),
     "STATE_NOT_CONFIGURED": _reason(_NOT_NOW, "mesh", "This needs a state service."),
-    "STATE_UNREACHABLE": _reason(_DOWN, "mesh", "The state service does not answer.", delay=True),
+    "STATE_UNREACHABLE": _reason(
+        _DOWN,
+        "mesh",
+        "The state service does not answer. To a request: it has not told its keys since this"
+        " scheduler started, and the key is none of the tenants file's.",
+        delay=True,
+    ),
     "STORE_UNAVAILABLE": _reason(_DOWN, "mesh", "The store does not answer."),
     "TENANT_UNKNOWN": _reason(_NONE, "tenant", "No such tenant."),
     "ALIAS_UNKNOWN": _reason(_NONE, "model", "No such alias."),
     "INSTANCE_UNKNOWN": _reason(_NONE, "instance", "No such instance."),
     "ALREADY_EXISTS": _reason(Code.ALREADY_EXISTS, "request", "It exists already."),
+    "REGISTRY_FULL": _reason(_NOT_NOW, "mesh", "There are as many as there may be."),
     "VERSION_CONFLICT": _reason(Code.ABORTED, "request", "Somebody else changed it meanwhile."),
     "NOTHING_EARLIER": _reason(_NOT_NOW, "model", "There is nothing to roll back to."),
     "NO_EARLIER_TARGETS": _reason(_NOT_NOW, "model", "There is nothing to roll back to."),

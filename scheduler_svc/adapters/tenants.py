@@ -18,11 +18,12 @@ from typing import Final, Protocol
 from scheduler_svc.adapters.tenant import Key, Tenant
 from scheduler_svc.adapters.tenants_file import TenantsFileError, TenantTable, parse
 from sluice import logs
-from sluice.errors import SluiceError, permission_denied, unauthenticated
+from sluice.errors import SluiceError, permission_denied, unauthenticated, unavailable
 from sluice.quota.exchange import Limits
 
 POLL_INTERVAL_S: Final = 2.0
 KEY_BYTES_MAX: Final = 512
+RETRY_AFTER_S: Final = 1.0
 
 log = logs.get(__name__)
 
@@ -34,9 +35,12 @@ class OnTenant(Protocol):
 
 
 class Tenants:
-    """The table now. ``wall`` is the clock by which keys expire, in Unix seconds."""
+    """The table now. ``wall`` is the clock by which keys expire, in Unix seconds. ``awaits_state``:
+    a state service will tell; until it has, a key that is not known may be one of its own."""
 
-    def __init__(self, path: Path, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: Path, wall: Callable[[], float] = time.time, *, awaits_state: bool = False
+    ) -> None:
         self.reloads = 0
         self.reloads_failed = 0
         self.seed_changed = asyncio.Event()
@@ -47,6 +51,7 @@ class Tenants:
         self._stamp = self._stat()
         self._seed = parse(path.read_text())
         self._told = False
+        self._awaits_state = awaits_state
         self._tenants: dict[str, Tenant] = {}
         self._keys: dict[str, Key] = {}
         self._hashes: dict[str, str] = {}
@@ -57,10 +62,17 @@ class Tenants:
     # Who calls.
 
     def tenant(self, authorization: str | None) -> Tenant:
-        """Who calls, from the ``authorization`` header. Raises UNAUTHENTICATED."""
+        """Who calls, from the ``authorization`` header. Raises UNAUTHENTICATED, or UNAVAILABLE for
+        an unknown key before the state service has told its own."""
         key = self._keys.get(_key_hash(authorization))
         tenant = None if key is None else self._tenants.get(key.tenant)
         if key is None or tenant is None:
+            if self._awaits_state and not self._told:
+                raise unavailable(
+                    "STATE_UNREACHABLE",
+                    "the state service has not told its keys yet, and this is none of the file's",
+                    RETRY_AFTER_S,
+                )
             raise _wrong_key()
         if key.expires_s <= self._wall():
             raise unauthenticated("KEY_EXPIRED", "the key has expired")

@@ -150,6 +150,8 @@ async def test_without_a_store_at_the_start_the_files_tenants_are_served(tmp_pat
         await eventually(lambda: running.health("state-0") >= 0, "it answers", 30.0)
         assert not running.serving("state-0")
         assert await who(client, running.api_key) == ""
+        # It may be the key of a tenant that only the store knows.
+        assert await who(client, "unknown") == "STATE_UNREACHABLE"
         assert (await refused(admin.tenant("team"))).code is Code.UNAVAILABLE
         before = pids(running)
         store = running["valkey"]

@@ -156,6 +156,20 @@ def test_once_the_state_service_has_told_only_what_it_says_counts(file: Path) ->
         tenants.tenant("Bearer k1")
 
 
+def test_before_the_state_service_has_told_an_unknown_key_is_not_refused_for_good(
+    file: Path,
+) -> None:
+    tenants = Tenants(file, awaits_state=True)
+    assert tenants.tenant("Bearer k1").name == "dev"
+    with pytest.raises(SluiceError) as raised:
+        tenants.tenant("Bearer t1")
+    assert (raised.value.code, raised.value.reason) == (Code.UNAVAILABLE, "STATE_UNREACHABLE")
+    tenants.replace([Tenant("team")], [a_key("t1")])
+    assert tenants.tenant("Bearer t1").name == "team"
+    with pytest.raises(SluiceError, match="not known"):
+        tenants.tenant("Bearer k1")
+
+
 def test_a_key_is_added_rotated_and_revoked_and_goes_with_its_tenant(file: Path) -> None:
     tenants = Tenants(file)
     tenants.replace([Tenant("team")], [a_key("t1")])
