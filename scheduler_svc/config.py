@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from scheduler_svc.domain.agent_gate import AgentLimits
-from scheduler_svc.domain.limits import BreakerLimits, PoisonLimits, RetryLimits, SchedulerLimits
+from scheduler_svc.domain.limits import (
+    BreakerLimits,
+    ClassLimits,
+    PoisonLimits,
+    RetryLimits,
+    SchedulerLimits,
+)
 from scheduler_svc.domain.model import PriorityClass
 from scheduler_svc.domain.placement import POLICIES
-from sluice.config import section, setting
+from sluice.config import ConfigError, section, setting
+
+WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
 
 
 @section("scheduler")
@@ -223,6 +231,42 @@ class SchedulerConfig:
     share_batch: float = setting(
         0.02, ge=0.0, le=1.0, help="The same for batch work, of what the classes above it get."
     )
+    queue_critical: int = setting(
+        2000, unit="requests", ge=1, le=1000000, help="Most critical requests that wait."
+    )
+    queue_interactive: int = setting(
+        5000, unit="requests", ge=1, le=1000000, help="Most interactive requests that wait."
+    )
+    queue_standard: int = setting(
+        5000, unit="requests", ge=1, le=1000000, help="Most standard requests that wait."
+    )
+    queue_batch: int = setting(
+        20000, unit="requests", ge=1, le=1000000, help="Most batch requests that wait."
+    )
+    queue_critical_mib: int = setting(
+        256, unit="MiB", ge=1, le=65536, help="Most input of critical requests that wait."
+    )
+    queue_interactive_mib: int = setting(
+        512, unit="MiB", ge=1, le=65536, help="Most input of interactive requests that wait."
+    )
+    queue_standard_mib: int = setting(
+        512, unit="MiB", ge=1, le=65536, help="Most input of standard requests that wait."
+    )
+    queue_batch_mib: int = setting(
+        1024, unit="MiB", ge=1, le=65536, help="Most input of batch requests that wait."
+    )
+    queue_tenant_share: float = setting(
+        0.5,
+        ge=0.001,
+        le=1.0,
+        help="Of both bounds of a class, the part of one tenant; never more than is free.",
+    )
+    tenant_weights: tuple[str, ...] = setting(
+        (),
+        le=4096,
+        help="Tenants that get another part than 1 when they compete: tenant=weight each, "
+        "0.01 to 100.",
+    )
     inter_token_limit_s: float = setting(
         30.0, unit="s", ge=0.05, le=3600.0, help="Longest pause between two tokens of one output."
     )
@@ -269,14 +313,9 @@ class ClassTimes:
 
 def domain_limits(config: SchedulerConfig) -> SchedulerLimits:
     """The domain's numbers, as far as they can be set."""
-    shares = {
-        PriorityClass.INTERACTIVE: config.share_interactive,
-        PriorityClass.STANDARD: config.share_standard,
-        PriorityClass.BATCH: config.share_batch,
-    }
-    classes = SchedulerLimits().classes
     return SchedulerLimits(
-        classes={cls: replace(one, share=shares.get(cls, 0.0)) for cls, one in classes.items()},
+        classes=_classes(config),
+        tenant_weights=_weights(config.tenant_weights),
         prefix_index_bytes=config.prefix_index_mib << 20,
         report_stale_s=config.report_stale_s,
         stale_open=config.stale_reports == "open",
@@ -296,6 +335,51 @@ def domain_limits(config: SchedulerConfig) -> SchedulerLimits:
             quarantine_s=config.quarantine_s,
         ),
     )
+
+
+def _classes(config: SchedulerConfig) -> dict[PriorityClass, ClassLimits]:
+    bounds = {
+        PriorityClass.CRITICAL: (config.queue_critical, config.queue_critical_mib, 0.0),
+        PriorityClass.INTERACTIVE: (
+            config.queue_interactive,
+            config.queue_interactive_mib,
+            config.share_interactive,
+        ),
+        PriorityClass.STANDARD: (
+            config.queue_standard,
+            config.queue_standard_mib,
+            config.share_standard,
+        ),
+        PriorityClass.BATCH: (config.queue_batch, config.queue_batch_mib, config.share_batch),
+    }
+    part = config.queue_tenant_share
+    return {
+        cls: ClassLimits(
+            requests_max=requests,
+            bytes_max=mib << 20,
+            tenant_requests_max=max(1, int(part * requests)),
+            tenant_bytes_max=int(part * (mib << 20)),
+            share=share,
+        )
+        for cls, (requests, mib, share) in bounds.items()
+    }
+
+
+def _weights(entries: tuple[str, ...]) -> dict[str, float]:
+    weights = {}
+    for entry in entries:
+        tenant, _, text = entry.partition("=")
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = 0.0
+        if not tenant or not WEIGHT_MIN <= weight <= WEIGHT_MAX:
+            raise ConfigError(
+                "scheduler.tenant_weights",
+                f"{entry!r} is not tenant=weight with a weight of {WEIGHT_MIN} to {WEIGHT_MAX}",
+            )
+        weights[tenant] = weight
+    return weights
 
 
 def breaker_limits(config: SchedulerConfig) -> BreakerLimits:
