@@ -31,6 +31,8 @@ from scheduler_svc.domain.preemption import PREEMPTIBLE, PREEMPTS, Spare, by_pri
 from scheduler_svc.domain.queue import TicketQueue
 from scheduler_svc.domain.turn import allowed_rows
 
+_TAKE_NO_PLACE = tuple(cls for cls in PriorityClass if cls not in PREEMPTS)
+
 
 class Yields:
     """See the module's text. ``tickets``: all tickets of the scheduler, by id; only read."""
@@ -247,8 +249,10 @@ class Yields:
 
     def _without_room(self, line: Line, now: float) -> list[Ticket]:
         """The first of those that may preempt and have waited long enough; in their order."""
+        if not self._queue.waiting(line)[0]:
+            return []
         most = self._limits.preemptions_per_look
-        tried = dict.fromkeys(set(PriorityClass) - PREEMPTS.keys(), most)
+        tried = dict.fromkeys(_TAKE_NO_PLACE, most)
         taken: list[Ticket] = []
         while len(taken) < most and (ticket := self._queue.take(line, tried, most)) is not None:
             taken.append(ticket)

@@ -73,55 +73,6 @@ class MemoryInstance:
         self.instance = Instance(name, self.host, self.room, None, Telemetry.off())
         self.up = True
         self.closed_to_new = False
-        self._stream: MemoryConnection[
-            inference_pb2.GenerateFramesRequest, inference_pb2.GenerateFramesResponse
-        ]
-        self._tasks: list[asyncio.Task[None]] = []
-        self._sequence = 0
-
-    def open(self) -> None:
-        """A new stream to it."""
-        server: MemoryConnection[
-            inference_pb2.GenerateFramesResponse, inference_pb2.GenerateFramesRequest
-        ]
-        self._stream, server = memory_pair()
-        self._sequence = 0
-        self._tasks = [
-            asyncio.create_task(self._serve(server)),
-            asyncio.create_task(self._beat()),
-        ]
-
-    async def _serve(
-        self,
-        server: MemoryConnection[
-            inference_pb2.GenerateFramesResponse, inference_pb2.GenerateFramesRequest
-        ],
-    ) -> None:
-        try:
-            await FrameStream(server, self.instance).run()
-        except* (SluiceError, FrameBroken):
-            server.cancel()
-
-    async def _beat(self) -> None:
-        try:
-            while True:
-                await asyncio.sleep(1.0)
-                await self.send(inference_pb2.GenerateFramesRequest())
-        except FrameBroken:
-            pass
-
-    async def send(self, frame: inference_pb2.GenerateFramesRequest) -> None:
-        self._sequence += 1
-        frame.sequence = self._sequence
-        await self._stream.write(frame)
-
-    async def read(self) -> inference_pb2.GenerateFramesResponse | None:
-        return await self._stream.read()
-
-    def break_stream(self) -> None:
-        """As when the process is killed: all that ran here is gone."""
-        self._stream.cancel()
-        self._tasks[1].cancel()
 
     def report(self, gate: Gate) -> None:
         """What the load watch would say."""
@@ -152,6 +103,50 @@ class MemoryInstance:
         )
 
 
+class MemoryStream:
+    """A frame stream to an instance."""
+
+    def __init__(self, instance: MemoryInstance) -> None:
+        server: MemoryConnection[
+            inference_pb2.GenerateFramesResponse, inference_pb2.GenerateFramesRequest
+        ]
+        self._client: MemoryConnection[
+            inference_pb2.GenerateFramesRequest, inference_pb2.GenerateFramesResponse
+        ]
+        self._client, server = memory_pair()
+        self._sequence = 0
+        self._serving = asyncio.create_task(self._serve(FrameStream(server, instance.instance)))
+        self._beating = asyncio.create_task(self._beat())
+
+    @staticmethod
+    async def _serve(stream: FrameStream) -> None:
+        try:
+            await stream.run()
+        except* (SluiceError, FrameBroken):
+            pass
+
+    async def _beat(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(1.0)
+                await self.send(inference_pb2.GenerateFramesRequest())
+        except FrameBroken:
+            pass
+
+    async def send(self, frame: inference_pb2.GenerateFramesRequest) -> None:
+        self._sequence += 1
+        frame.sequence = self._sequence
+        await self._client.write(frame)
+
+    async def read(self) -> inference_pb2.GenerateFramesResponse | None:
+        return await self._client.read()
+
+    def cut(self) -> None:
+        """As when the process is killed: all that ran on it is gone."""
+        self._client.cancel()
+        self._beating.cancel()
+
+
 class MemoryExecution:
     """The relay. ``cut`` is asked before each delta is passed on whether the stream breaks first;
     ``passed`` hears of each that was."""
@@ -161,7 +156,7 @@ class MemoryExecution:
         self.cut: Callable[[inference_pb2.Delta], bool] = lambda delta: False
         self.passed: Callable[[str, inference_pb2.Delta], None] = lambda name, delta: None
         self.starts: list[tuple[str, inference_pb2.Start]] = []
-        self._open: dict[str, asyncio.Task[None]] = {}
+        self._open: dict[str, tuple[MemoryStream, asyncio.Task[None]]] = {}
         self._server: ServerSide | None = None
         self._sequence = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -185,10 +180,11 @@ class MemoryExecution:
                 for part in frame.parts:
                     name = part.instance.name
                     if name not in self._open:
-                        self.instances[name].open()
-                        self._open[name] = asyncio.create_task(self._pass_on(name))
+                        stream = MemoryStream(self.instances[name])
+                        passing = asyncio.create_task(self._pass_on(name, stream))
+                        self._open[name] = stream, passing
                     self.starts += [(name, start) for start in part.frame.starts]
-                    await self.instances[name].send(part.frame)
+                    await self._open[name][0].send(part.frame)
         except FrameBroken:
             pass
 
@@ -206,11 +202,11 @@ class MemoryExecution:
         assert self._server is not None
         await self._server.write(response)
 
-    async def _pass_on(self, name: str) -> None:
+    async def _pass_on(self, name: str, stream: MemoryStream) -> None:
         """An instance's frames, to the scheduler."""
         while True:
             try:
-                frame = await self.instances[name].read()
+                frame = await stream.read()
             except FrameBroken:
                 return
             if frame is None:
@@ -240,16 +236,15 @@ class MemoryExecution:
 
     async def lose(self, name: str) -> None:
         """The stream to an instance broke."""
-        self.instances[name].break_stream()
-        del self._open[name]
+        self._open.pop(name)[0].cut()
         response = execution_pb2.ExecuteFramesResponse()
         response.parts.add(instance=name).lost.reason = execution_pb2.LOSS_REASON_DISCONNECTED
         await self._send(response)
 
     def stop(self) -> None:
-        for name, task in self._open.items():
-            task.cancel()
-            self.instances[name].break_stream()
+        for stream, passing in self._open.values():
+            passing.cancel()
+            stream.cut()
         for task in self._tasks:
             task.cancel()
 
@@ -266,6 +261,7 @@ class MemoryMesh:
     ) -> None:
         self.gate = gate
         self.simulated = simulated
+        self.beside: list[MemoryMesh] = []
         self.execution = execution
         self.instances = execution.instances
         self.model = next(iter(self.instances.values())).engine.describe().model
@@ -394,10 +390,12 @@ async def memory_mesh(
     profile: SimulatedProfile = PROFILE,
     others: Mapping[str, SimulatedProfile] | None = None,
     engines: Mapping[str, Engine] | None = None,
+    schedulers: int = 1,
     limits: Mapping[str, object] | None = None,
 ) -> AsyncIterator[MemoryMesh]:
     """A gate and instances of one model; ``others`` have profiles of their own, ``engines`` are
-    given. Nothing may be left when it is over."""
+    given; of several ``schedulers`` the others are ``beside``. Nothing may be left when it is
+    over."""
     ensure_keys(folder)
     # Tests break streams more often than a breaker, a budget or a quarantine would bear.
     patient = BreakerLimits(faults_max=1_000_000, volume_min=1_000_000)
@@ -408,32 +406,38 @@ async def memory_mesh(
         poison=PoisonLimits(instances_max=1_000_000, deaths_max=1_000_000),
     )
     bounds = replace(base, **(limits or {}))  # type: ignore[arg-type]
-    gate = Gate(Scheduler(bounds, LeastWork()), GrantSigner.load(folder, "test"), FlushBudget())
     profiles = {**dict.fromkeys(names, profile), **(others or {})}
     made = {name: SimulatedEngine(one) for name, one in profiles.items()}
     instances = {
         name: MemoryInstance(name, one) for name, one in {**made, **(engines or {})}.items()
     }
-    execution = MemoryExecution(instances)
-    gate.links = [ExecutionLink("execution-0", execution.connect, gate)]
-
-    async def watch() -> None:
-        while True:
-            for one in instances.values():
-                one.report(gate)
-            await asyncio.sleep(REPORT_S)
-
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one.host.run()) for one in instances.values()]
         await asyncio.sleep(0.1)
-        tasks += [group.create_task(gate.run()), group.create_task(gate.links[0].run())]
-        tasks += [group.create_task(watch())]
+        meshes = []
+        for _ in range(schedulers):
+            signer = GrantSigner.load(folder, "test")
+            gate = Gate(Scheduler(bounds, LeastWork()), signer, FlushBudget())
+            execution = MemoryExecution(instances)
+            gate.links = [ExecutionLink("execution-0", execution.connect, gate)]
+            tasks += [group.create_task(gate.run()), group.create_task(gate.links[0].run())]
+            tasks.append(group.create_task(_watch(gate, instances)))
+            meshes.append(MemoryMesh(gate, execution, list(made.values())))
         await asyncio.sleep(0.1)
-        mesh = MemoryMesh(gate, execution, list(made.values()))
-        yield mesh
-        await mesh.idle()
+        meshes[0].beside = meshes[1:]
+        yield meshes[0]
+        for mesh in meshes:
+            await mesh.idle()
         for task in tasks:
             task.cancel()
-        execution.stop()
+        for mesh in meshes:
+            mesh.execution.stop()
     for one in instances.values():
         await one.host.close()
+
+
+async def _watch(gate: Gate, instances: Mapping[str, MemoryInstance]) -> None:
+    while True:
+        for one in instances.values():
+            one.report(gate)
+        await asyncio.sleep(REPORT_S)

@@ -321,3 +321,31 @@ def test_random_losses_drains_and_preemptions_lose_nothing(
             assert sum(live.ticket.yields for _, live in lives) > 5
 
     run_virtual(scenario())
+
+
+def test_a_scheduler_gives_room_back_to_one_that_came_later(
+    run_virtual: Run, tmp_path: Path
+) -> None:
+    """The first holds all but the other's reserve with work that runs for long; the second wants
+    half. The instance lowers the first one's credit below what it holds, and continuable work
+    yields. Mutant seen to fail: lowered_credit_ignored."""
+
+    async def scenario() -> None:
+        async with memory_mesh(tmp_path, "a", schedulers=2) as mesh:
+            (later,) = mesh.beside
+            case = Case(sampling(max_tokens=400))
+            want = await whole(mesh, case)
+            first = [mesh.submit(PROMPT, case.sampling) for _ in range(3)]
+            await asyncio.sleep(1.5)
+            assert mesh.gate.domain.snapshot().running == 3
+            began = asyncio.get_running_loop().time()
+            seconds = [later.submit("mine", sampling(max_tokens=50)) for _ in range(2)]
+            for live in seconds:
+                await later.over(live)
+                assert live.first_token_s - began < 0.5
+            assert not any(live.over for live in first)
+            for live in first:
+                assert Answer.of(await mesh.over(live)) == want
+            assert sum(live.ticket.yields for live in first) == 1
+
+    run_virtual(scenario())
