@@ -129,7 +129,7 @@ def closed_by(instance: Instance, line: Line, stale_open: bool) -> str:
         return "model"
     if instance.removed or not report.serving or not instance.reachable:
         return "health"
-    if instance.draining:
+    if instance.drains:
         return "drain"
     if instance.barred or instance.breaker.state is BreakerState.OPEN:
         return "breaker"

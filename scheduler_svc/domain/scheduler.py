@@ -315,6 +315,7 @@ class Scheduler:
         if ticket.state is not TicketState.YIELDING:
             return "unasked"
         self._judge(ticket, Verdict.NEUTRAL, now)
+        _note_end(ticket, "yielded", self._yields.cause(self._fleet.at(ticket.row)))
         self._free(ticket, now)
         ticket.resumed_tokens = delivered
         self._return(ticket, now)

@@ -126,8 +126,12 @@ class Scan:
                 to_read = need.prompt_tokens - need.cached_tokens
             sequence = eligible & self._open
             memory = sequence & self._fleet.with_memory(ticket.kind, to_read, need.kv_tokens)
+            same = self._usable
+            if ticket.resumed_tokens and ticket.fingerprint is not None:
+                same = same & self._fleet.with_fingerprint(ticket.fingerprint)
             steps = (
                 ("usable", self._usable),
+                ("fingerprint", same),
                 ("excluded", allowed),
                 ("policy", eligible),
                 ("no_room", sequence),

@@ -74,6 +74,12 @@ class Yields:
         else:
             self._over_since.pop(instance.name, None)
 
+    def cause(self, instance: Instance) -> str:
+        """Why something yields there: "drain", "credit" (lowered below what runs), "preempted"."""
+        if instance.drains:
+            return "drain"
+        return "credit" if instance.name in self._over_since else "preempted"
+
     def look(self, now: float) -> list[Ticket]:
         """Who is to yield now: after placing, so that what waits found no room."""
         self.next_s = inf

@@ -21,9 +21,11 @@ from scheduler_svc.domain.model import (
     FaultKind,
     GpuState,
     InstanceName,
+    PriorityClass,
     RejectKind,
     Ticket,
     WorkKind,
+    Yield,
 )
 from scheduler_svc.domain.placement import POLICIES
 from scheduler_svc.domain.turn import need_of
@@ -163,3 +165,26 @@ def test_closed_instances_are_counted_at_most_every_so_often() -> None:
     fleet.report(a_report("a", serving=False), 0.0)
     assert closed.counts(line, 0.05) == {}
     assert closed.counts(line, 0.1) == {"health": 1}
+
+
+def test_what_yields_and_goes_on_says_why_how_far_it_came_and_who_had_other_weights() -> None:
+    bench = Bench("a", drain_run_max_s=0.0)
+    scheduler = bench.scheduler
+    ticket = a_ticket(continuable=True, priority_class=PriorityClass.BATCH)
+    bench.dispatch(ticket)
+    scheduler.accepted(ticket.id, 1, 100, 0, bench.now)
+    scheduler.first_token(ticket.id, 1, bench.now)
+    scheduler.progressed(ticket.id, 1, 7)
+    bench.up("b", fingerprint="other")
+    bench.up("c")
+    bench.now = 1.0
+    bench.up("a", draining=True)
+    yields = [effect for effect in scheduler.turn(bench.now) if isinstance(effect, Yield)]
+    assert [effect.ticket for effect in yields] == [ticket]
+    assert scheduler.yielded(ticket.id, 1, bench.now, 7) == "requeued"
+    (again,) = bench.turn()
+    assert again.instance == "c"
+    first, second = placements(ticket)
+    assert (first.end, first.cause, first.tokens) == ("yielded", "drain", 7)
+    assert second.removed == {"drain": 1, "fingerprint": 1}
+    assert second.base_tokens == 7
