@@ -21,7 +21,7 @@ import pytest
 import pytest_asyncio
 
 from scheduler_svc.domain.limits import SchedulerLimits
-from sluice.common.v1 import policy_pb2
+from sluice.common.v1 import policy_pb2, sampling_pb2
 from sluice.errors import Code, SluiceError
 from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
 from sluice.status import from_rpc_error
@@ -121,7 +121,9 @@ async def test_who_is_refused_under_load_is_told_when_to_ask_again(
     batch = policy_pb2.PRIORITY_CLASS_BATCH
     for _ in range(3):  # the service time is learnt
         await client.text(sampling={"max_tokens": 10})
-    long = generate_pb2.GenerateRequest(prompt="x", sampling={"max_tokens": 60})
+    long = generate_pb2.GenerateRequest(
+        prompt="x", sampling=sampling_pb2.SamplingParams(max_tokens=60)
+    )
     waiting = [stub.Generate(long, metadata=metadata, timeout=60) for _ in range(40)]
     readers = [asyncio.ensure_future(call.read()) for call in waiting]
     await eventually(lambda: running.waiting() >= 35, "the queue is long")
@@ -132,7 +134,7 @@ async def test_who_is_refused_under_load_is_told_when_to_ask_again(
         "sampling": {"max_tokens": 1},
     }
     request = generate_pb2.GenerateTextRequest(
-        prompt="x", priority_class=batch, sampling={"max_tokens": 1}
+        prompt="x", priority_class=batch, sampling=sampling_pb2.SamplingParams(max_tokens=1)
     )
     request.first_token_limit.FromMilliseconds(500)
     delays = []
