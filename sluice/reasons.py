@@ -118,6 +118,9 @@ REQUESTS: Final[Mapping[str, Reason]] = {
     "INSTANCE_PROTOCOL": _reason(
         Code.INTERNAL, "instance", "An instance sent what makes no sense."
     ),
+    "POISON": _reason(
+        _NOT_NOW, "request", "Engines died each time they ran this input: it is not run for now."
+    ),
     "EXECUTION_UNREACHABLE": _reason(_DOWN, "mesh", "No execution service is reachable."),
     "DEADLINE_EXCEEDED": _reason(_LATE, "request", "The deadline of the request passed."),
     "DEADLINE_TOO_CLOSE": _reason(_LATE, "request", "Less time is left than the work needs."),
