@@ -113,8 +113,8 @@ class RegistryStore(Protocol):
     async def read(self, kind: Kind) -> Snapshot:
         """All records."""
 
-    async def revision(self, kind: Kind) -> int:
-        """The revision; 0: nothing was ever written."""
+    async def revisions(self, kinds: Sequence[Kind]) -> list[int]:
+        """The revisions of these kinds; 0: nothing was ever written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,9 +71,9 @@ class MemoryRegistry:
         """See :class:`state_svc.ports.RegistryStore`."""
         return Snapshot(self._revisions[kind], dict(self._records[kind]))
 
-    async def revision(self, kind: Kind) -> int:
+    async def revisions(self, kinds: Sequence[Kind]) -> list[int]:
         """See :class:`state_svc.ports.RegistryStore`."""
-        return self._revisions[kind]
+        return [self._revisions[kind] for kind in kinds]
 
     def _check(self, kind: Kind, name: str, expected: int | None) -> None:
         known = self._records[kind].get(name)

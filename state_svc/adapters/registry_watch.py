@@ -1,6 +1,6 @@
 """Follows the registry for watchers.
 
-One task asks the store for each kind's revision every ``POLL_S`` and reads a kind again when it
+One task asks the store for the kinds' revisions every ``POLL_S`` and reads a kind again when it
 changed; a write through this process asks at once. There is no queue per watcher: each is told the
 difference between what it has and what is there when it can be written to, so a slow one costs
 nothing. While the store is unreachable the last good snapshot stays. Changes are never missed,
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -43,11 +44,10 @@ class RegistryWatch:
         """Keeps it fresh until cancelled."""
         while True:
             self._poke.clear()
-            for kind in WATCHED:
-                try:
-                    await self._refresh(kind)
-                except StoreUnavailableError:
-                    break
+            with suppress(StoreUnavailableError):
+                revisions = await self._store.revisions(WATCHED)
+                for kind, revision in zip(WATCHED, revisions, strict=True):
+                    await self._refresh(kind, revision)
             try:
                 async with asyncio.timeout(POLL_S):
                     await self._poke.wait()
@@ -63,9 +63,8 @@ class RegistryWatch:
         self._closing = True
         self._announce()
 
-    async def _refresh(self, kind: Kind) -> None:
+    async def _refresh(self, kind: Kind, revision: int) -> None:
         known = self._snapshots.get(kind)
-        revision = await self._store.revision(kind)
         # Another number, not a larger one: a store that was emptied starts anew.
         if known is not None and known.revision == revision:
             return

@@ -86,9 +86,10 @@ class ValkeyRegistry:
             records[text(name)] = Record(int(version), value)
         return Snapshot(_number(revision), records)
 
-    async def revision(self, kind: Kind) -> int:
+    async def revisions(self, kinds: Sequence[Kind]) -> list[int]:
         """See :class:`state_svc.ports.RegistryStore`."""
-        return _number(await self._link.run(lambda client: client.get(f"{_key(kind)}:revision")))
+        keys = [f"{_key(kind)}:revision" for kind in kinds]
+        return [_number(one) for one in await self._link.run(lambda client: client.mget(keys))]
 
 
 def _key(kind: Kind) -> str:

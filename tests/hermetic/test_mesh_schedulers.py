@@ -89,9 +89,12 @@ async def test_one_that_is_killed_takes_only_its_own_streams_with_it(running: Me
             "all run, on both",
         )
         lost = open_streams(running, "scheduler-0")
-        later: list[asyncio.Task[Answer]] = []
         running["scheduler-0"].kill()
         killed = time.monotonic()
+        # Many at once, before the edge has noticed, then one after the other.
+        later = [
+            asyncio.create_task(client.generate(sampling={"max_tokens": 2})) for _ in range(20)
+        ]
         while time.monotonic() - killed < SETTLED_S + 1.0:
             later.append(asyncio.create_task(client.generate(sampling={"max_tokens": 2})))
             await asyncio.sleep(0.05)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from redis import Redis
 
 from sluice.command import log_files, processes
 from sluice.command.probe import Health, check_grpc
@@ -296,6 +297,27 @@ def test_status_shows_every_process_and_its_health(mesh: LocalMesh) -> None:
         (line,) = [line for line in shown.stdout.splitlines() if line.startswith(f"{name} ")][:1]
         assert str(mesh.record(name).pid) in line
         assert "serving" in line
+
+
+def test_several_schedulers_are_started_and_each_comes_back(mesh: LocalMesh) -> None:
+    mesh.environ["SLUICE_LOCAL_SCHEDULERS"] = "2"
+    up(mesh)
+    assert all(serves(mesh, name) for name in ("scheduler", "scheduler-1"))
+    first = mesh.record("scheduler-1").pid
+    kill(first)
+    until(lambda: mesh.record("scheduler-1").pid not in (0, first), "a new process")
+    until(lambda: serves(mesh, "scheduler-1"), "it serves")
+
+
+def test_what_the_store_was_given_is_there_after_down_and_up(mesh: LocalMesh) -> None:
+    up(mesh)
+    with Redis(port=int(mesh.record("store").ports["store"].rpartition(":")[2])) as store:
+        store.set("sluice:test", "kept")
+    assert mesh.run("down").returncode == 0
+    assert stat.S_IMODE(mesh.paths.store.stat().st_mode) == 0o700
+    up(mesh)
+    with Redis(port=int(mesh.record("store").ports["store"].rpartition(":")[2])) as store:
+        assert store.get("sluice:test") == b"kept"
 
 
 def test_two_meshes_run_side_by_side(mesh: LocalMesh, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -20,10 +20,10 @@ class Flaky(MemoryRegistry):
 
     gone = False
 
-    async def revision(self, kind: Kind) -> int:
+    async def revisions(self, kinds: Sequence[Kind]) -> list[int]:
         if self.gone:
             raise StoreUnavailableError("gone")
-        return await super().revision(kind)
+        return await super().revisions(kinds)
 
 
 async def _follow(watch: RegistryWatch, seen: list[Change]) -> None:
