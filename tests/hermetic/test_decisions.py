@@ -9,6 +9,7 @@ decision_of_another_tenant and ordinary_requests_are_kept.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import sys
@@ -17,12 +18,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 import pytest_asyncio
 
 from sluice.common.v1 import policy_pb2
 from sluice.errors import Code
-from sluice.scheduler.v1 import records_pb2
+from sluice.scheduler.v1 import records_pb2, scheduler_pb2_grpc
 from tests.hermetic.local_mesh import ROOT
 from tests.hermetic.mesh import Mesh, Shape, mesh
 from tests.hermetic.mesh_client import MeshClient, client_of, fresh_id
@@ -150,3 +152,39 @@ async def test_the_command_tells_the_story_under_the_tenants_key(
     assert (status, json.loads(text)["reason"]) == (0, "INVALID_FIELD")
     status, text = await told("never-seen")
     assert (status, "DECISION_UNKNOWN" in text or "no decision record" in text) == (4, True), text
+
+
+async def test_any_scheduler_knows_of_a_request_also_when_the_one_that_decided_is_gone(
+    tmp_path: Path,
+) -> None:
+    """Records go to the state service; a ring is lost with its process."""
+    with mesh(tmp_path, Shape(schedulers=2, state={})) as made:
+        ids = [fresh_id("kept") for _ in range(8)]
+        async with client_of(made) as asking:
+            for request_id in ids:
+                await asking.generate(request_id=request_id, sampling={"temperature": 9.0})
+        tellers = {}
+        for name in made.schedulers:
+            channel = grpc.aio.insecure_channel(made[name].address)
+            tellers[name] = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+
+        async def known(name: str) -> dict[str, str]:
+            """Request -> the scheduler that decided, as this one tells it."""
+            found = {}
+            for request_id in ids:
+                request = records_pb2.GetDecisionRequest(request_id=request_id)
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    answer = await tellers[name].GetDecision(
+                        request, metadata=made.metadata, timeout=5
+                    )
+                    found[request_id] = answer.decision.scheduler
+            return found
+
+        first, second = made.schedulers
+        for _ in range(100):
+            if len(decided := await known(second)) == len(ids):
+                break
+            await asyncio.sleep(0.05)
+        assert set(decided.values()) == {first, second}, "both had requests"
+        made[first].kill()
+        assert await known(second) == decided
