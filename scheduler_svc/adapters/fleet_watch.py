@@ -7,7 +7,9 @@ connection, apart from the frame streams: ``GetModel`` once per engine incarnati
 of its grants.
 
 Failure modes: no report for ``SILENCE_LIMIT_S`` or a broken stream -> the instance is unreachable
-and the watcher reconnects with backoff for ever; a failing DNS look-up keeps the last addresses.
+and the watcher reconnects with backoff for ever; a failing DNS look-up keeps the last addresses,
+and an address that is no longer found stays until those that are have answered. Nothing depends on
+one event: every report says all, and every look-up gives the whole list.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ CALL_TIMEOUT_S: Final = 2.0
 RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 1.0
 RESOLVE_INTERVAL_S: Final = 5.0
+RETIRE_MAX_S: Final = 30.0
+"""So long an address that is no longer found is kept while new ones have not answered."""
 
 # A power cap set in software is not among them: under full load it is how a GPU runs, and the
 # learnt rates show it.
@@ -78,6 +82,7 @@ class FleetWatch:
         self._observer = observer
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._names: dict[str, InstanceName] = {}
+        self._gone_since_s: float | None = None
 
     @property
     def looked_at_all(self) -> bool:
@@ -114,10 +119,27 @@ class FleetWatch:
                 found.add(f"{literal}:{port}")
         for address in found - self._watchers.keys():
             self._watchers[address] = group.create_task(self._watch(address))
-        for address in self._watchers.keys() - found:
-            self._watchers.pop(address).cancel()
-            self._looked.discard(address)
-            self._forget(address)
+        gone = self._watchers.keys() - found
+        if self._may_retire(gone, found):
+            for address in gone:
+                self._watchers.pop(address).cancel()
+                self._looked.discard(address)
+                self._forget(address)
+
+    def _may_retire(self, gone: set[str], found: set[str]) -> bool:
+        """Whether addresses that are no longer found may go: when those that are have said what
+        they serve, for in a rolling update the names of the old ones go before the new ones are
+        ready, and a model must not be unknown in between."""
+        now = asyncio.get_running_loop().time()
+        if not gone:
+            self._gone_since_s = None
+            return False
+        if self._gone_since_s is None:
+            self._gone_since_s = now
+        if found <= self._names.keys() or now - self._gone_since_s >= RETIRE_MAX_S:
+            self._gone_since_s = None
+            return True
+        return False
 
     def _forget(self, address: str) -> None:
         name = self._names.pop(address, None)
