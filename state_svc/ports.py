@@ -50,7 +50,7 @@ RECORDS_MAX: Final = {
     Kind.DRAINS: 4_096,
     Kind.SEEDS: 40_000,
 }
-"""A watch tells all of a kind in one message, of at most 6 MiB."""
+"""A list of all, and a watch of aliases or drains, is one message of at most 6 MiB."""
 
 
 @dataclass(frozen=True, slots=True)

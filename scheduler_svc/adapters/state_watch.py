@@ -75,6 +75,8 @@ class StateWatch:
         self._component = component
         self._component.down("not reached yet")
         self._seeded = asyncio.Event()
+        # Of a snapshot that is still coming.
+        self._parts: tuple[list[Tenant], list[Key]] = ([], [])
 
     async def run(self) -> None:
         """Follows until cancelled."""
@@ -99,8 +101,12 @@ class StateWatch:
         await _follow(
             lambda: self._tenant_stub.WatchTenants(tenants_pb2.WatchTenantsRequest()),
             self._tenants_changed,
-            lambda: self._component.down(AWAY),
+            self._tenants_away,
         )
+
+    def _tenants_away(self) -> None:
+        self._parts = ([], [])
+        self._component.down(AWAY)
 
     async def _seed(self) -> None:
         pause_s = PAUSE_MIN_S
@@ -137,10 +143,16 @@ class StateWatch:
     def _tenants_changed(self, change: tenants_pb2.WatchTenantsResponse) -> None:
         tenants = list(self._read(change.tenants))
         keys = [read_key(key) for key in change.keys]
-        if change.snapshot:
-            self._tenants.replace(tenants, keys)
-        else:
+        if not change.snapshot:
+            # What is gone comes with the first part: nobody loses rights later than others.
             self._tenants.change(tenants, keys, change.deleted_tenants, change.deleted_keys)
+            return
+        self._parts[0].extend(tenants)
+        self._parts[1].extend(keys)
+        if change.more:
+            return
+        self._tenants.replace(*self._parts)
+        self._parts = ([], [])
         self._component.up()
 
     def _read(self, messages: Iterable[tenants_pb2.Tenant]) -> Iterable[Tenant]:

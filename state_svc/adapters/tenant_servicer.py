@@ -4,7 +4,7 @@ stored, so that a bad change is refused and the last good one stays."""
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from sluice.common.v1 import policy_pb2
 from sluice.errors import invalid, not_found
 from sluice.quota.exchange import AMOUNT_MAX
 from sluice.state.v1 import tenants_pb2, tenants_pb2_grpc
-from state_svc.adapters.registry_watch import RegistryWatch
+from state_svc.adapters.registry_watch import Change, RegistryWatch
 from state_svc.adapters.store_errors import store_errors
 from state_svc.domain.names import check_model, check_tenant
 from state_svc.ports import (
@@ -27,6 +27,7 @@ from state_svc.ports import (
 NAMES_MAX: Final = 256
 LABEL_CHARS_MAX: Final = 128
 SEEDS_MAX: Final = 4096
+PART_BYTES: Final = 256 << 10  # a scheduler reads one in a few milliseconds
 SHA256_BYTES: Final = 32
 _KEY_ID: Final = re.compile(r"[a-z0-9-]{1,64}")
 
@@ -142,13 +143,8 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
     ) -> AsyncIterator[tenants_pb2.WatchTenantsResponse]:
         """Streams everything, then changes."""
         async for change in self._watch.follow((Kind.TENANTS, Kind.KEYS)):
-            yield tenants_pb2.WatchTenantsResponse(
-                snapshot=change.snapshot,
-                tenants=_tenants(change.put[Kind.TENANTS].values()),
-                keys=_keys(change.put[Kind.KEYS].values()),
-                deleted_tenants=change.deleted[Kind.TENANTS],
-                deleted_keys=[name.partition("/")[2] for name in change.deleted[Kind.KEYS]],
-            )
+            for part in _parts(change):
+                yield part
 
 
 def _check_key(key: tenants_pb2.TenantKey, where: str) -> None:
@@ -183,6 +179,28 @@ def _checked(given: tenants_pb2.Tenant, where: str) -> tenants_pb2.Tenant:
     if max(tenant.limits.tokens_per_min, tenant.limits.tokens_per_day) > AMOUNT_MAX:
         raise invalid(f"{where}.limits", f"at most {AMOUNT_MAX} tokens")
     return tenant
+
+
+def _parts(change: Change) -> Iterator[tenants_pb2.WatchTenantsResponse]:
+    """The change in messages of about ``PART_BYTES`` at most."""
+    part = tenants_pb2.WatchTenantsResponse(
+        snapshot=change.snapshot,
+        deleted_tenants=change.deleted[Kind.TENANTS],
+        deleted_keys=[name.partition("/")[2] for name in change.deleted[Kind.KEYS]],
+    )
+    size = 0
+    for kind in (Kind.TENANTS, Kind.KEYS):
+        for record in change.put[kind].values():
+            if size > PART_BYTES:
+                part.more = True
+                yield part
+                part, size = tenants_pb2.WatchTenantsResponse(snapshot=change.snapshot), 0
+            if kind is Kind.TENANTS:
+                part.tenants.extend(_tenants([record]))
+            else:
+                part.keys.extend(_keys([record]))
+            size += len(record.value)
+    yield part
 
 
 def _tenants(records: Iterable[Record]) -> list[tenants_pb2.Tenant]:

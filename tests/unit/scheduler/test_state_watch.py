@@ -28,12 +28,15 @@ from sluice.server import Health, MeshServer
 from sluice.state.v1 import aliases_pb2, tenants_pb2
 from sluice.state.v1.aliases_pb2_grpc import add_AliasServiceServicer_to_server
 from sluice.state.v1.fleet_pb2_grpc import add_FleetServiceServicer_to_server
-from sluice.state.v1.tenants_pb2_grpc import add_TenantServiceServicer_to_server
+from sluice.state.v1.tenants_pb2_grpc import (
+    TenantServiceStub,
+    add_TenantServiceServicer_to_server,
+)
 from state_svc.adapters.alias_servicer import AliasServicer
 from state_svc.adapters.fleet_servicer import FleetServicer
 from state_svc.adapters.memory_stores import MemoryRegistry
 from state_svc.adapters.registry_watch import RegistryWatch
-from state_svc.adapters.tenant_servicer import TenantServicer
+from state_svc.adapters.tenant_servicer import PART_BYTES, TenantServicer
 from state_svc.ports import Kind
 
 FILE_KEY = "file-key"
@@ -274,6 +277,41 @@ async def test_an_alias_over_the_configurations_goes_back_to_it(rig: Rig) -> Non
     back = await rig.admin.rollback_alias("chat")
     assert [(one.model, one.weight) for one in back.targets] == [("model-a", 1)]
     await rig.until(lambda: rig.aliases.all()["chat"].targets == (Target("model-a", 1),))
+
+
+async def test_a_table_of_many_parts_is_taken_over_whole(
+    rig: Rig, state: State, tmp_path: Path
+) -> None:
+    models = [f"model-with-a-long-name-{number}" for number in range(40)]
+    for number in range(500):
+        name = f"t-{number}"
+        tenant = tenants_pb2.Tenant(name=name, models=models)
+        tenant.ceiling = tenant.default_class = policy_pb2.PRIORITY_CLASS_STANDARD
+        await state.registry.put(Kind.TENANTS, name, tenant.SerializeToString())
+        key = tenants_pb2.TenantKey(
+            key_id=name, tenant=name, sha256=bytes.fromhex(key_hash(f"key-{number}"))
+        )
+        await state.registry.put(Kind.KEYS, f"{name}/{name}", key.SerializeToString())
+    channel = open_channel(f"127.0.0.1:{state.port}")
+    stub: Any = TenantServiceStub(channel)
+    parts = []
+    async with asyncio.timeout(10):
+        async for part in stub.WatchTenants(tenants_pb2.WatchTenantsRequest()):
+            parts.append(part)
+            if not part.more and sum(len(one.tenants) for one in parts) == 501:
+                break
+    assert len(parts) > 2
+    assert all(part.ByteSize() < 2 * PART_BYTES for part in parts)
+    # The one that follows all the time has got it as a change, a new one gets it as a table.
+    await rig.until(lambda: rig.who("key-499") == "t-499")
+    new = Rig(tmp_path / "tenants.toml", channel)
+    running = asyncio.create_task(new.watch.run())
+    await new.until(new.told)
+    assert new.who("key-0") == "t-0"
+    assert new.who("key-499") == "t-499"
+    assert new.who(FILE_KEY) == "dev"
+    running.cancel()
+    await channel.close()
 
 
 async def test_every_mark_of_a_drain_is_told_once_also_over_a_loss(rig: Rig, state: State) -> None:
