@@ -138,6 +138,12 @@ REQUESTS: Final[Mapping[str, Reason]] = {
     "DECISIONS_UNREACHABLE": _reason(
         _DOWN, "mesh", "Decision records cannot be read now.", delay=True
     ),
+    "CLOCKS_DIFFER": _reason(
+        _DOWN,
+        "mesh",
+        "An instance's clock is ahead, so that it starts no counted work.",
+        delay=True,
+    ),
     "NO_STATE_SERVICE": _reason(_NOT_NOW, "mesh", "This mesh keeps no usage."),
 }
 

@@ -63,6 +63,7 @@ WAITING_MAX: Final = 1024  # requests of one tenant that wait for an answer
 LEASE_REQUESTS_MIN: Final = 4  # a tenant with fewer requests in a lease's life takes no leases
 LEASE_HEADROOM: Final = 1.5  # a lease holds this many times the expected demand
 SILENT_REQUESTS: Final = 4.0  # so many expected and none seen: the tenant has fallen silent
+DELAY_SPREAD: Final = 0.1
 SLOTS_SCARCE: Final = 4  # slots are scarce when this times what runs here is over the limit
 RENEW_PART: Final = 0.3  # of a lease's life and of its amounts; with less it is renewed
 
@@ -249,8 +250,7 @@ class QuotaAccount:
             return self._fail(tokens)
         full = self._full
         if full is not None and now < full.until and tokens >= full.tokens:
-            self.counts.refused[full.verdict.quota] += 1
-            return refused(full.verdict.quota, full.verdict.delay_ms / 1000 - (now - full.at))
+            return self._refuse(full.verdict, now - full.at)
         if len(self._waiters) >= WAITING_MAX:
             return too_many_waiting()
         waiter = Waiter(tokens, now + self.times.recall_s, now + self.times.wait_s, now)
@@ -534,6 +534,15 @@ class QuotaAccount:
                 self._settlements.close(epoch, 0, 0, now, slots=self._ended_under_way)
         self.epoch = epoch
 
+    def _refuse(self, verdict: Verdict, since_s: float) -> SluiceError:
+        """The refusal, ``since_s`` after the service gave it. Its delay is what the service said,
+        lengthened by up to a tenth: who was refused together does not come back together."""
+        number = self.counts.refused.total()
+        self.counts.refused[verdict.quota] += 1
+        spread = number * 2_654_435_761 % 2**32 / 2**32  # Knuth's hash, 0 to 1
+        delay_s = verdict.delay_ms / 1000
+        return refused(verdict.quota, delay_s * (1.0 + DELAY_SPREAD * spread) - since_s)
+
     def _note_full(self, tokens: int, verdict: Verdict, now: float) -> None:
         """Whoever asks for as much within the next moment would hear the same: a tenant far over
         its limit must not cost an exchange for each of its requests. Slots come and go too fast."""
@@ -576,9 +585,9 @@ class QuotaAccount:
             self._ask_later(waiter, now + self.times.slot_grace_s)
             return []
         waiter.done = True
-        self.counts.refused[verdict.quota] += 1
         if verdict.decision is Decision.REFUSED:
             self._note_full(waiter.tokens, verdict, now)
         if verdict.decision is Decision.NEVER:
+            self.counts.refused[verdict.quota] += 1
             return [(waiter, never(verdict.quota))]
-        return [(waiter, refused(verdict.quota, verdict.delay_ms / 1000))]
+        return [(waiter, self._refuse(verdict, 0.0))]

@@ -157,12 +157,12 @@ async def test_a_refusal_says_which_quota_and_when_to_come_again(running: Mesh) 
         assert error.code is Code.RESOURCE_EXHAUSTED and error.reason == "QUOTA_EXCEEDED"
         assert error.metadata["scope"] == "tenant" and error.metadata["charged"] == "false"
         assert error.metadata["quota"] == "requests_per_min"
-        assert error.retry_after_s is not None and 30.0 < error.retry_after_s <= 60.25
+        assert error.retry_after_s is not None and 30.0 < error.retry_after_s <= 66.3
         answer = await client.http.post(
             "/v1/generate", json={"prompt": "hi", "sampling": {"max_tokens": 1}}
         )
     assert answer.status_code == 429
-    assert 30 <= int(answer.headers["retry-after"]) <= 61
+    assert 30 <= int(answer.headers["retry-after"]) <= 67
     body = answer.json()
     details = {detail["@type"].rsplit(".", 1)[1]: detail for detail in body["details"]}
     assert details["ErrorInfo"]["reason"] == "QUOTA_EXCEEDED"
