@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT
 from collections import Counter
@@ -276,12 +277,17 @@ async def test_an_orderly_stop_loses_no_usage_and_gives_quota_back(running: Mesh
     process = running["scheduler-1"]
     async with client_of(running, process.address, who.key) as client:
         told = Counter(await asyncio.gather(*(ask(client) for _ in range(8))))
-    assert told == {"OK": 8}
-    process.running.terminate()  # type: ignore[union-attr]
+        assert told == {"OK": 8}
+        # One that ends while the process does: nothing but its end can tell of it.
+        last = client.start(**PROMPT, sampling={"max_tokens": 1000, "ignore_eos": True})
+        assert await last.read() is not grpc.aio.EOF
+        process.send(signal.SIGTERM)
+        while await last.read() is not grpc.aio.EOF:
+            pass
     assert await asyncio.to_thread(process.ended, 20.0) == 0
-    assert quota_mesh.usage(running, who).requests["finished"] == 8
+    assert quota_mesh.usage(running, who).requests["finished"] == 9
     use = quota_mesh.use(running, who)
-    assert (use.slots, use.requests) == (0, 8)
+    assert (use.slots, use.requests) == (0, 9)
     running.recover()
 
 
