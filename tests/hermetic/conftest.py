@@ -15,7 +15,14 @@ SHARED = Shape(
         "sim-0": {"decode_step_ms": 4.0},
         "embed-0": {"generate": False, "embedding_dimensions": 8, "model": "sim-embed"},
     },
-    scheduler={"inter_token_limit_s": 1.0, "aliases": ["fast=sim"]},
+    # One instance of a model, which fails as tests say: a breaker would bar it from the next test.
+    scheduler={
+        "inter_token_limit_s": 1.0,
+        "aliases": ["fast=sim"],
+        "breaker_faults": 1000,
+        "breaker_volume": 100000,
+        "retry_budget_max": 10000.0,
+    },
     tenants="""
 [[tenant]]
 name = "narrow"
