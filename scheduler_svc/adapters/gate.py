@@ -69,6 +69,9 @@ GRANT_TTL_S: Final = 30.0
 LAPSES_MAX: Final = 3
 """So often a start may come too late for its quota before the clocks are taken to differ."""
 
+# It goes on later: no instance is at work on it.
+_PAUSED: Final = (TicketState.WAITING, TicketState.RETURNING)
+
 _REJECTIONS: Final = {
     inference_pb2.REJECT_REASON_NO_ROOM: RejectKind.NO_ROOM,
     inference_pb2.REJECT_REASON_DRAINING: RejectKind.DRAINING,
@@ -408,7 +411,7 @@ class Gate:
                     self._stop(live, now, live.outcome or Outcome.CANCELLED)
             elif live.over or not live.first_token_s:
                 continue
-            elif live.ticket.state is TicketState.WAITING:
+            elif live.ticket.state in _PAUSED:
                 continue  # it goes on later: a pause, which the total deadline alone ends
             elif now - max(live.last_token_s, live.dispatch_s) > live.inter_token_limit_s:
                 error = deadline_exceeded(

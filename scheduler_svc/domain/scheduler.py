@@ -68,6 +68,7 @@ from scheduler_svc.domain.turn import Scan, allowed_rows, side_by_side
 from scheduler_svc.domain.yielding import Yields
 from scheduler_svc.ports import PlacementPolicy
 
+_WAITS = (TicketState.WAITING, TicketState.RETURNING)
 _RUNS = (TicketState.RUNNING, TicketState.YIELDING)
 _NOT_AS_REPORTED = (FaultKind.NOT_SERVING, FaultKind.FINGERPRINT)
 _HOLDS_ROOM = (*_RUNS, TicketState.ABORTING)
@@ -753,7 +754,7 @@ class Scheduler:
     def _waits_on(self, ticket: Ticket, now: float) -> bool:
         """Whether a ticket that was begun and waits may wait on: one whose model was to be had
         nowhere at two looks in a row is given up. Others of its line may be served meanwhile."""
-        if not ticket.resumed_tokens or ticket.state is not TicketState.WAITING:
+        if not ticket.resumed_tokens or ticket.state not in _WAITS:
             return False
         usable = allowed_rows(ticket, self._fleet, self._fleet.usable(ticket.line)).any()
         if ticket.deadline_s <= now or (ticket.stranded and not usable):
@@ -808,8 +809,7 @@ class Scheduler:
         ticket = self._tickets.get(ticket_id)
         if ticket is None or ticket.attempt != attempt:
             return None
-        waits = ticket.state in (TicketState.WAITING, TicketState.RETURNING)
-        return None if waits else ticket
+        return None if ticket.state in _WAITS else ticket
 
     def _holding(self, ticket_id: TicketId, attempt: int) -> Ticket | None:
         """The ticket, if it holds room in this attempt."""
