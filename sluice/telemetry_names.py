@@ -130,6 +130,9 @@ RETRIES = _counter(
     "sluice.retries", "{attempt}", "Attempts that the retry budget decided on.", "result"
 )
 POISONED = _gauge("sluice.poisoned", "{input}", "Inputs by what they are known for.", "state")
+MOVES = _counter(
+    "sluice.moves", "{request}", "Requests that went on later or elsewhere, by cause.", "cause"
+)
 LIMIT_HITS = _counter("sluice.limit.hits", "{hit}", "How often a named bound was hit.", "limit")
 QUEUE_TIME = _histogram("sluice.queue.time", "s", "Time in the queue.", _SECONDS, "class")
 TTFT = _histogram(

@@ -50,6 +50,7 @@ class SchedulerMetrics:
         telemetry.gauge(names.INSTANCES, self._read_instances)
         telemetry.counter(names.BREAKER_OPENED, self._read_breakers)
         telemetry.counter(names.RETRIES, self._read_retries)
+        telemetry.counter(names.MOVES, self._read_moves)
         telemetry.gauge(names.POISONED, self._read_poisoned)
         telemetry.counter(names.LIMIT_HITS, self._read_limit_hits)
         telemetry.counter(names.FRAMES, self._read_frames)
@@ -183,6 +184,10 @@ class SchedulerMetrics:
         snapshot = self._gate.domain.snapshot()
         yield snapshot.retries, {"result": "allowed"}
         yield snapshot.retries_refused, {"result": "refused"}
+
+    def _read_moves(self) -> Iterator[tuple[int, Labels]]:
+        for cause, count in self._gate.domain.snapshot().moves.items():
+            yield count, {"cause": cause}
 
     def _read_poisoned(self) -> Iterator[tuple[int, Labels]]:
         snapshot = self._gate.domain.snapshot()

@@ -164,9 +164,9 @@ class Ticket:
     with it. ``None``: nothing was begun. ``resumed_tokens``: output tokens that earlier attempts
     made; the next attempt reads them again, as part of its prompt, and they stay part of the
     output. ``migrations`` counts the times that it went on after a failure, ``yields`` those that
-    it gave its place away, ``yielded_s`` the time of the last one. ``ran_s``: seconds on instances
-    before this attempt. ``generated_tokens`` and ``first_token`` are about this attempt alone.
-    ``stranded``: it waits, and when last looked no instance could go on with it.
+    it gave its place away, ``yielded_s`` and ``yield_cause`` the last one. ``ran_s``: seconds on
+    instances before this attempt. ``generated_tokens`` and ``first_token`` are about this attempt
+    alone. ``stranded``: it waits, and when last looked no instance could go on with it.
 
     ``charged_tokens``: weighted tokens that its tenant was charged, from its first dispatch to its
     end. ``taken``: an instance has taken its prompt, in this attempt or one that it goes on from.
@@ -197,6 +197,7 @@ class Ticket:
     migrations: int = field(default=0, init=False)
     yields: int = field(default=0, init=False)
     yielded_s: float = field(default=0.0, init=False)
+    yield_cause: str = field(default="", init=False)
     ran_s: float = field(default=0.0, init=False)
     stranded: bool = field(default=False, init=False)
     charged_tokens: int = field(default=0, init=False)

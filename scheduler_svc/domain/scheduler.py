@@ -147,7 +147,7 @@ class Scheduler:
         self._release(now, effects)
         self._expire(now, effects)
         self._place(now, effects)
-        effects += [self._yield(ticket, now) for ticket in self._yields.look(now)]
+        self._yields.look(now, lambda *who: effects.append(self._yield(*who)))
         return effects
 
     def cancel(
@@ -287,6 +287,7 @@ class Scheduler:
         if delivered:
             again = self._goes_on(ticket, kind) and self._may_retry(ticket, kind, now)
             ticket.migrations += again
+            self._yields.moves["failure"] += again
             ticket.resumed_tokens, ticket.generated_tokens = delivered, 0
         else:
             again = ticket.attempts < self._limits.attempts_max
@@ -316,7 +317,7 @@ class Scheduler:
         if ticket.state is not TicketState.YIELDING:
             return "unasked"
         self._judge(ticket, Verdict.NEUTRAL, now)
-        _note_end(ticket, "yielded", self._yields.cause(self._fleet.at(ticket.row)))
+        _note_end(ticket, "yielded", ticket.yield_cause)
         self._free(ticket, now)
         ticket.resumed_tokens = delivered
         self._return(ticket, now)
@@ -494,6 +495,7 @@ class Scheduler:
             suspected=self._quarantine.counts()[0],
             poisoned=self._quarantine.counts()[1],
             prefix_evictions=0 if self._prefixes is None else self._prefixes.evictions,
+            moves=dict(self._yields.moves),
         )
 
     def check_invariants(self) -> None:
@@ -727,13 +729,13 @@ class Scheduler:
         if not instance.breaker.state is before is BreakerState.CLOSED:
             self._fleet.judged(instance)
 
-    def _yield(self, ticket: Ticket, now: float) -> Yield:
+    def _yield(self, ticket: Ticket, cause: str, now: float) -> Yield:
         """Its place is wanted; ``yielded`` puts it back into the queue."""
         assert ticket.instance is not None
         assert ticket.state is TicketState.RUNNING
         ticket.state = TicketState.YIELDING
         ticket.yields += 1
-        ticket.yielded_s = now
+        ticket.yielded_s, ticket.yield_cause = now, cause
         self._ledger.leave(ticket.id)
         return Yield(ticket, ticket.instance, ticket.attempt)
 

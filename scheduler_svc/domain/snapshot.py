@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scheduler_svc.domain.fleet import Instance
 from scheduler_svc.domain.ledger import Load
@@ -64,7 +64,8 @@ class Snapshot:
     ``returning``: those of them on their way back to the queue. ``retries`` and
     ``retries_refused``: attempts that the retry budget allowed and did not. ``suspected``: inputs
     that were there when an engine died; ``poisoned``: those that are refused for it.
-    ``prefix_evictions``: blocks that the index gave up for others at its bound."""
+    ``moves``: how often a request went on later or elsewhere, by cause: failure, drain, credit,
+    preempted. ``prefix_evictions``: blocks that the index gave up for others at its bound."""
 
     submitted: int
     outcomes: Mapping[Outcome, int]
@@ -78,6 +79,7 @@ class Snapshot:
     prefix_tokens_expected: int = 0
     prefix_tokens_cached: int = 0
     prefix_evictions: int = 0
+    moves: Mapping[str, int] = field(default_factory=dict)
     returning: int = 0
     retries: int = 0
     retries_refused: int = 0

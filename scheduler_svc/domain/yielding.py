@@ -12,6 +12,8 @@ bounded by either: its instance goes away).
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from itertools import islice
 from math import inf
 
@@ -53,6 +55,8 @@ class Yields:
         self._preemptible: dict[Line, dict[TicketId, Ticket]] = {}
         self._over_since: dict[InstanceName, float] = {}
         self._looked_s: dict[object, float] = {}
+        self.moves: Counter[str] = Counter()
+        """Times that a ticket went on later or elsewhere, by cause."""
         self.next_s = inf
         """When to look again, by time alone."""
 
@@ -74,19 +78,14 @@ class Yields:
         else:
             self._over_since.pop(instance.name, None)
 
-    def cause(self, instance: Instance) -> str:
-        """Why something yields there: "drain", "credit" (lowered below what runs), "preempted"."""
-        if instance.drains:
-            return "drain"
-        return "credit" if instance.name in self._over_since else "preempted"
-
-    def look(self, now: float) -> list[Ticket]:
-        """Who is to yield now: after placing, so that what waits found no room."""
+    def look(self, now: float, stop: Callable[[Ticket, str, float], None]) -> None:
+        """Who is to yield now: after placing, so that what waits found no room. ``stop`` is called
+        for each at once, with the cause ("drain", "credit" that was lowered below what runs, or
+        "preempted"), so that one who has many reasons is asked once."""
         self.next_s = inf
-        chosen: list[Ticket] = []
         for instance in self._fleet.draining():
             if self._ledger.load(instance.row).sequences and self._may_look(instance.name, now):
-                chosen += self._drain(instance, now)
+                self._ask("drain", self._drain(instance, now), now, stop)
         for name, since_s in list(self._over_since.items()):
             known = self._fleet.get(name)
             if known is None or not self._is_over(known):
@@ -94,10 +93,9 @@ class Yields:
             elif now < since_s + self._limits.credit_grace_s:
                 self.next_s = min(self.next_s, since_s + self._limits.credit_grace_s)
             elif self._may_look(name, now):
-                chosen += self._give_back(known, now)
+                self._ask("credit", self._give_back(known, now), now, stop)
         for line in list(self._preemptible):
-            chosen += self._preempt(line, now)
-        return chosen
+            self._ask("preempted", self._preempt(line, now), now, stop)
 
     def check(self) -> None:
         """For tests."""
@@ -107,6 +105,17 @@ class Yields:
                 assert self._ledger.hold(ticket.id).line == line
                 assert ticket.continuable
         assert all(self._fleet.get(name) is not None for name in self._over_since)
+
+    def _ask(
+        self,
+        cause: str,
+        tickets: list[Ticket],
+        now: float,
+        stop: Callable[[Ticket, str, float], None],
+    ) -> None:
+        for ticket in tickets:
+            self.moves[cause] += 1
+            stop(ticket, cause, now)
 
     def _may_look(self, key: object, now: float) -> bool:
         """At most one look per ``yield_look_s`` at an instance, or at a line."""

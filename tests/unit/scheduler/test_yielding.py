@@ -201,6 +201,7 @@ def test_urgent_work_takes_the_place_of_the_cheapest_batch_work(cls: PriorityCla
     (effect,) = bench.turn()
     assert effect.ticket is urgent
     assert (cheap.resumed_tokens, cheap.yields, cheap.migrations) == (12, 1, 0)
+    assert bench.scheduler.snapshot().moves == {"preempted": 1}
 
 
 def test_the_preempted_goes_on_before_its_class_when_there_is_room() -> None:
@@ -396,6 +397,19 @@ def test_what_is_cut_off_runs_on() -> None:
     bench.scheduler.cut_off(A, 0.0)
     bench.now = 5.0
     assert _turn(bench) == []
+
+
+def test_one_who_has_two_reasons_to_go_is_asked_once() -> None:
+    """Its instance drains, and holds more than its credit."""
+    bench = Bench("a", report={"sequences_max": 4})
+    ticket = begin(bench, a_batch(output_tokens=1_000))
+    bench.up("b")
+    bench.now = 2.0
+    bench.scheduler.credit(A, 0, 0, 2.0)
+    bench.now = 3.0
+    bench.scheduler.drain_instance(A, True, 3.0)
+    assert yields(_turn(bench)) == [ticket]
+    assert bench.scheduler.snapshot().moves == {"drain": 1}
 
 
 # --- drain ---------------------------------------------------------------------------------------
