@@ -20,7 +20,7 @@ from scheduler_svc.domain.model import (
 )
 from scheduler_svc.domain.placement import POLICIES
 from scheduler_svc.domain.prefix_index import PrefixIndex
-from scheduler_svc.domain.turn import Scan
+from scheduler_svc.domain.turn import Scan, need_of
 from tests.unit.scheduler.scheduling import a_report, a_ticket, limits
 
 HASHER = PrefixHasher(b"test")
@@ -200,6 +200,27 @@ def test_a_slow_worker_gets_what_it_can_do_and_the_others_keep_their_prefixes(po
         again = [placing.find(with_prefix(blocks, output_tokens=1)) for blocks in conversations]
         stayed = [home == now for home, now in zip(homes, again, strict=True) if home != "b"]
         assert sum(stayed) > 0.9 * len(stayed)
+
+
+def test_weighted_keeps_the_long_run_even_where_the_moment_says_nothing() -> None:
+    placing = Placing("weighted", a_report("a"), a_report("b"), a_report("c"))
+    for name, times in (("a", 5), ("c", 1)):  # the last pick would send a tie round to "a"
+        only = np.array([one == name for one in ("a", "b", "c")])
+        for _ in range(times):
+            need = need_of(a_ticket(prompt_tokens=2_000))
+            placing.policy.pick(placing.policy.score(placing.fleet, need), only)
+    assert placing.place(a_ticket(prompt_tokens=1)) == "b"
+
+
+def test_an_instance_that_joins_is_not_flooded_for_having_done_nothing() -> None:
+    placing = Placing("weighted", a_report("a"), a_report("b"))
+    need = need_of(a_ticket(prompt_tokens=4_000))
+    for _ in range(200):
+        scores = placing.policy.score(placing.fleet, need)
+        placing.policy.pick(scores, np.ones(2, dtype=bool))
+    placing.report(a_report("new"))
+    found = Counter(placing.find(a_ticket(prompt_tokens=4_000)) for _ in range(30))
+    assert set(found.values()) == {10}
 
 
 def test_weighted_prefers_kv_headroom_between_instances_that_are_otherwise_equal() -> None:
