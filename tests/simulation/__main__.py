@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import Result
 
 HASH_SEED = "0"
+LAST = 25
 
 
 def main(argv: list[str]) -> int:
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> int:
                 print(dict(result.outcomes), dict(result.counts), result.digest)
             if violations:
                 failed.append(seed)
-                events = "" if asked.events else "\n".join(("", *result.events[-25:]))
+                events = "" if asked.events else "\n".join(("", *tail(result.events)))
                 print(f"seed {seed}: {violations[0]}{events}", flush=True)
                 print(f"  again: python -m tests.simulation {seed} --events")
                 if asked.stop:
@@ -66,6 +67,11 @@ def main(argv: list[str]) -> int:
         f" {took_s:.1f} s: {len(failed)} failed {failed if failed else ''}"
     )
     return 1 if failed else 0
+
+
+def tail(events: tuple[str, ...]) -> list[str]:
+    """The last events before the end."""
+    return [event for event in events if not event.startswith("=")][-LAST:]
 
 
 def difference(one: Result, two: Result) -> str:

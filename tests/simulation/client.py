@@ -82,11 +82,11 @@ def make_plan(source: random.Random, number: int, arrivals_s: float, models: lis
         model=source.choice(models),
         priority_class=source.choice(CLASSES),
         text="".join(source.choices(WORDS, k=length)),
-        max_tokens=source.choice((1, 2, 5, 12, 30, 60)),
+        max_tokens=source.choice((1, 3, 10, 25, 50, 90)),
         outputs=2 if roll() < 0.06 else 1,
         seed=source.randrange(1000) if roll() < 0.3 else None,
-        timeout_s=source.choice((0.3, 1.5, 4.0, 12.0, 25.0)) if roll() < 0.7 else 30.0,
-        leave_s=source.choice((0.0, 0.05, 0.4, 1.5, 4.0)) * roll() if roll() < 0.2 else None,
+        timeout_s=source.choice((0.3, 1.5, 4.0, 12.0, 25.0)) if roll() < 0.6 else 30.0,
+        leave_s=source.choice((0.0, 0.05, 0.4, 1.5, 4.0)) * roll() if roll() < 0.3 else None,
         pause_s=source.choice((0.3, 1.0, 8.0)) if roll() < 0.08 else 0.0,
         whole=roll() < 0.15,
     )
@@ -142,6 +142,8 @@ class Client:
         self._journal.check(not self.outcome, f"{plan.request_id} ended twice")
         self.outcome = outcome
         self._journal.note("done", plan.request_id, outcome)
+        if outcome != "FINISHED":
+            self._journal.left(plan.request_id)
 
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:

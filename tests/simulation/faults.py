@@ -100,6 +100,7 @@ class Faults:
             self._mesh.network.cut(one.node, two.name)
 
     async def _part(self, seconds: float) -> None:
+        seconds += self._source.choice((0.0, 3.5))  # beyond every limit on silence
         one, two = self._edge()
         pairs = [(one.name, two.name), (two.name, one.name)]
         if self._source.random() < 0.4:
@@ -123,7 +124,7 @@ class Faults:
             if not process.alive:
                 process.start()
 
-        self._for(0.2 + seconds, again)
+        self._for(0.2 + seconds / 2, again)
 
     async def _kill_instance(self, seconds: float) -> None:
         await self.kill(self._source.choice(self._mesh.instances), seconds)
@@ -175,10 +176,10 @@ class Faults:
 KINDS: Final[dict[str, float]] = {
     "delay": 2.0,
     "cut": 2.0,
-    "part": 3.0,
+    "part": 6.0,
     "kill_instance": 1.5,
     "kill_execution": 1.0,
-    "kill_scheduler": 0.6,
+    "kill_scheduler": 0.4,
     "kill_state": 0.5,
     "freeze_state": 0.5,
     "hang": 1.5,

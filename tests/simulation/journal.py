@@ -6,6 +6,9 @@ import asyncio
 import traceback
 from collections import Counter
 from hashlib import blake2b
+from typing import Final
+
+ABORT_S: Final = 0.1  # from a client's leave to the end in the engine
 
 
 class Journal:
@@ -15,10 +18,12 @@ class Journal:
         self._loop = asyncio.get_running_loop()
         self._hash = blake2b(digest_size=16)
         self.events: list[str] = []
+        self.state: list[str] = []  # how everything stood at the first violation
         self._began_s = self._loop.time()
         self.counts: Counter[str] = Counter()
         self.violations: list[str] = []
         self.violated = asyncio.Event()
+        self._left: dict[str, float] = {}
 
     def note(self, kind: str, *what: object) -> None:
         """An event."""
@@ -31,6 +36,20 @@ class Journal:
         """A rule that has to hold now."""
         if not holds:
             self.violation(rule)
+
+    def left(self, request_id: str) -> None:
+        """A client went away."""
+        if not self.counts["fault"]:
+            self._left[request_id] = self._loop.time()
+
+    def check_stopped(self, request_id: str) -> None:
+        """Called when an engine begins or ends a request: not long after its client went away. Only
+        those who left before the first fault are looked at, since a fault may hold up a cancel."""
+        left_s = self._left.get(request_id, float("inf"))
+        self.check(
+            self.counts["fault"] > 0 or self._loop.time() - left_s <= ABORT_S,
+            f"an engine runs {request_id} though its client left",
+        )
 
     def violation(self, what: str, error: BaseException | None = None) -> None:
         """A rule is broken. Kept and not raised: services turn what is raised in them into errors

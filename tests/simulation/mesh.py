@@ -152,10 +152,12 @@ class WatchedEngine(SimulatedEngine):
         )
         self.open[one] = None
         self.starts += 1
+        self._journal.check_stopped(spec.request_id)
         self._journal.note("submit", self._name, spec.request_id, one.prompt_tokens, begun)
 
         def ended(end: GenerationEnd) -> None:
             self._journal.check(one in self.open, "a generation ended twice")
+            self._journal.check_stopped(spec.request_id)
             self.open.pop(one, None)
             reason = end.outputs[0].reason.name
             self._journal.note("end", self._name, spec.request_id, reason, end.completion_tokens)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -96,12 +96,12 @@ class World:
         violated = self._clients_node.spawn(self._journal.violated.wait(), "violated")
         await asyncio.wait((phases, violated), return_when=asyncio.FIRST_COMPLETED)
         if self._journal.violations:
-            self._journal.events.extend(self._mesh.describe())
+            self._journal.state = self._mesh.describe()
         result = Result(
             seed=self._seed,
             digest=self._journal.digest,
             violations=tuple(self._journal.violations),
-            events=tuple(self._journal.events),
+            events=(*self._journal.events, *self._journal.state),
             outcomes=Counter(client.outcome for client in self._clients),
             counts=self._journal.counts,
             virtual_s=self._loop.time() - began_s,
@@ -121,10 +121,10 @@ class World:
         checks = self._clients_node.spawn(self._check_always(), "checks")
         plans = [
             make_plan(source, number, ARRIVALS_S, self._models)
-            for number in range(source.randint(20, 60))
+            for number in range(source.randint(30, 100))
         ]
         asking = [self._clients_node.spawn(self._ask(source, plan)) for plan in plans]
-        mean_s = source.choice((0.4, 1.0, 2.5, 1000.0))
+        mean_s = source.choice((0.15, 0.3, 0.6, 1.2, 2.5, 1000.0))
         await self._faults.run(self._loop.time() + ARRIVALS_S, mean_s)
         await self._faults.calm()
         await self._end("requests", asking, ENDED_WITHIN_S)
@@ -136,11 +136,12 @@ class World:
             self._journal.violation(f"a callback raised: {broken}")
 
     async def _ask(self, source: random.Random, plan: Plan) -> None:
-        scheduler = source.choice(self._mesh.schedulers)
         client = Client(plan, self._mesh, self._journal)
         self._clients.append(client)
         await asyncio.sleep(plan.at_s)
-        await client.run(self._clients_node, scheduler)
+        # As the edge does: who is known to be down is not asked.
+        up = [one for one in self._mesh.schedulers if one.alive] or self._mesh.schedulers
+        await client.run(self._clients_node, source.choice(up))
 
     async def _insist(self, plan: Plan, scheduler: SchedulerProcess) -> None:
         """Asks until it is answered; only a full house is an excuse."""
@@ -151,6 +152,7 @@ class World:
             if client.outcome != "HOPELESS":
                 break
             await asyncio.sleep(1.0)
+            plan = replace(plan, request_id=plan.request_id + "+")
         self._journal.check(
             client.outcome == "FINISHED",
             f"{plan.request_id} ended as {client.outcome} although all was well",
