@@ -39,6 +39,7 @@ ALLOWED: Final = frozenset(
         "INSTANCE_LOST",
         "INTER_TOKEN_TIMEOUT",
         "NO_INSTANCE",
+        "POISON",  # an input that was alone where engines died
         "QUEUE_FULL",
         "QUOTA_EXCEEDED",
         "QUOTA_QUEUE_FULL",
@@ -94,9 +95,10 @@ def make_plan(source: random.Random, number: int, arrivals_s: float, models: lis
 
 @dataclass(slots=True)
 class Got:
-    """What a client has got so far."""
+    """What a client has got so far. ``possible``: the outputs by index that each of the model's
+    fingerprints would give, as far as they still fit."""
 
-    expected: list[Expected]
+    possible: list[list[Expected]]
     tokens: list[list[int]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     sequence: int = 0
@@ -107,6 +109,15 @@ class Got:
     def count(self) -> int:
         """Output tokens."""
         return sum(map(len, self.tokens))
+
+    def check(self, index: int, *, whole: bool) -> None:
+        """It is what one and the same fingerprint gives for all outputs."""
+        tokens, text = self.tokens[index], self.texts[index]
+        self.possible = [
+            outputs for outputs in self.possible if outputs[index].fits(tokens, text, whole=whole)
+        ]
+        what = "at the end" if whole else "so far"
+        assert self.possible, f"output {what} lost, repeated or exchanged: {len(tokens)} tokens"
 
 
 class Client:
@@ -173,11 +184,12 @@ class Client:
             seed=plan.seed,
             n=plan.outputs,
         )
-        fingerprint = self._mesh.fingerprints[plan.model]
-        outputs = [
-            expected(fingerprint, plan.text, sampling, index) for index in range(plan.outputs)
+        numbers = range(plan.outputs)
+        possible = [
+            [expected(fingerprint, plan.text, sampling, index) for index in numbers]
+            for fingerprint in self._mesh.fingerprints[plan.model]
         ]
-        return Got(outputs, [[] for _ in outputs], ["" for _ in outputs])
+        return Got(possible, [[] for _ in numbers], ["" for _ in numbers])
 
     async def _stream(self, stub: Any) -> None:
         plan, got = self.plan, self._got()
@@ -213,18 +225,14 @@ class Client:
             assert delta.position == len(got.tokens[delta.index]), "a gap or an overlap"
             got.tokens[delta.index].extend(delta.token_ids)
             got.texts[delta.index] += delta.text
-            got.expected[delta.index].check(
-                got.tokens[delta.index], got.texts[delta.index], whole=False
-            )
+            got.check(delta.index, whole=False)
             return
         got.finished = True
         finished = message.finished
         assert finished.usage.completion_tokens == got.count, "the usage is not what was delivered"
         for finish in finished.outputs:
             assert finish.finish_reason == result_pb2.FINISH_REASON_LENGTH
-            got.expected[finish.index].check(
-                got.tokens[finish.index], got.texts[finish.index], whole=True
-            )
+            got.check(finish.index, whole=True)
 
     async def _whole(self, stub: Any) -> None:
         plan, got = self.plan, self._got()
@@ -233,4 +241,6 @@ class Client:
         answer = await stub.GenerateText(request, timeout=plan.timeout_s, metadata=self._metadata)
         assert len(answer.outputs) == plan.outputs
         for output in answer.outputs:
-            got.expected[output.index].check(output.token_ids, output.text, whole=True)
+            got.tokens[output.index].extend(output.token_ids)
+            got.texts[output.index] = output.text
+            got.check(output.index, whole=True)

@@ -15,7 +15,9 @@ from typing import Final
 
 from inference_svc.adapters.simulated.faults import Fault
 from tests.simulation.journal import Journal
-from tests.simulation.mesh import AnyProcess, Mesh
+from tests.simulation.mesh import AnyProcess, InstanceProcess, Mesh
+
+DRAIN_GRACE_S: Final = 4.0
 
 Undo = Callable[[], object]
 
@@ -129,6 +131,22 @@ class Faults:
     async def _kill_instance(self, seconds: float) -> None:
         await self.kill(self._source.choice(self._mesh.instances), seconds)
 
+    async def _drain_instance(self, seconds: float) -> None:
+        instance = self._source.choice(self._mesh.instances)
+        if instance.alive and instance.name not in self._crashing:
+            self._mesh.clients.spawn(self._replace(instance, seconds), "drain")
+
+    async def _replace(self, instance: InstanceProcess, seconds: float) -> None:
+        """SIGTERM: it ends when its work has ended, at the latest after its grace."""
+        node = instance.node
+        try:
+            async with asyncio.timeout(DRAIN_GRACE_S):
+                await instance.drain()
+        except TimeoutError:
+            pass
+        if instance.node is node:
+            await self.kill(instance, seconds)
+
     async def _kill_execution(self, seconds: float) -> None:
         await self.kill(self._source.choice(self._mesh.executions), seconds)
 
@@ -178,6 +196,7 @@ KINDS: Final[dict[str, float]] = {
     "cut": 2.0,
     "part": 6.0,
     "kill_instance": 1.5,
+    "drain_instance": 1.0,
     "kill_execution": 1.0,
     "kill_scheduler": 0.4,
     "kill_state": 0.5,

@@ -390,9 +390,12 @@ class SchedulerProcess(Process):
             write_limit_s=3.0,
         )
         self.parts = Parts(config, Telemetry.off(), Health())
-        if self.parts.quota is not None:
-            for tenant, limits in TENANTS.items():
-                self.parts.quota.set_tenant(tenant, limits, fail_open=False)
+        if (quota := self.parts.quota) is not None:
+
+            def limit(tenant: str, limits: Limits, *, fail_open: bool) -> None:
+                quota.set_tenant(tenant, TENANTS[tenant], fail_open=False)
+
+            self.parts.tenants.listen(limit, quota.remove_tenant)
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
             self.parts.public, self.node.server
         )
@@ -448,6 +451,7 @@ class Mesh:
         self.folder = folder
         self.network = network
         self.journal = journal
+        self.clients = Node(network, "clients")
         self.instances = [
             InstanceProcess(self, f"i{number}", f"instance{number}:1", profile)
             for number, profile in enumerate(profiles)
@@ -462,9 +466,10 @@ class Mesh:
             for number in range(schedulers)
         ]
 
-        self.fingerprints = {
-            profile.model: SimulatedEngine(profile).describe().fingerprint for profile in profiles
-        }
+        self.fingerprints: dict[str, dict[str, None]] = {}
+        for profile in profiles:
+            fingerprint = SimulatedEngine(profile).describe().fingerprint
+            self.fingerprints.setdefault(profile.model, {})[fingerprint] = None
 
     @property
     def processes(self) -> list[AnyProcess]:

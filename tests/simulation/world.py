@@ -76,7 +76,7 @@ class World:
             state=source.random() < 0.6,
             placement=source.choice(("least_work", "weighted", "prefix_affinity", "round_robin")),
         )
-        self._clients_node = Node(network, "clients")
+        self._clients_node = self._mesh.clients
         self._clients: list[Client] = []
         self._faults = Faults(random.Random(f"{seed}/faults"), self._mesh, self._journal)
 
@@ -212,6 +212,7 @@ class World:
 def _profile(source: random.Random, model: str) -> SimulatedProfile:
     return SimulatedProfile(
         model=model,
+        weights=source.choice(("", "", "", "other")),
         decode_step_ms=source.choice((40.0, 60.0, 100.0)),
         decode_step_ms_per_sequence=source.choice((0.0, 2.0)),
         prefill_tokens_per_s=source.choice((500.0, 4_000.0)),
