@@ -27,15 +27,13 @@ from sluice.common.v1 import input_pb2, sampling_pb2
 from sluice.errors import invalid, not_found
 from sluice.ids import REQUEST_ID_CHARS_MAX, is_request_id
 from sluice.inference.v1 import inference_pb2
+from sluice.input_rules import check_message, check_name
 from sluice.sampling_rules import check_constraint, no_constraint
 
 MESSAGES_MAX = 4096
 TOOLS_MAX = 256
-TOOL_CALLS_MAX = 256  # in one message
-NAME_CHARS_MAX = 256  # of a speaker, a tool or a tool call's id
 CACHE_SALT_BYTES_MAX = 256
 EMBED_INPUTS_MAX = 256
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
 def check_request_id(request_id: str) -> str:
@@ -113,28 +111,23 @@ def _to_chat(source: input_pb2.Conversation, path: str) -> ChatPrompt:
 
 
 def _to_message(source: input_pb2.ChatMessage, path: str) -> dict[str, object]:
-    if source.role not in ROLES:
-        raise invalid(f"{path}.role", f"must be one of {', '.join(sorted(ROLES))}")
-    if not source.content and not source.tool_calls:
-        raise invalid(f"{path}.content", "must not be empty without tool calls")
-    if len(source.tool_calls) > TOOL_CALLS_MAX:
-        raise invalid(f"{path}.tool_calls", f"must hold at most {TOOL_CALLS_MAX} calls")
+    check_message(source, path)
     message: dict[str, object] = {"role": source.role, "content": source.content}
     if source.name:
-        message["name"] = _check_name(f"{path}.name", source.name)
+        message["name"] = source.name
     if source.tool_call_id:
-        message["tool_call_id"] = _check_name(f"{path}.tool_call_id", source.tool_call_id)
+        message["tool_call_id"] = source.tool_call_id
     if source.tool_calls:
         message["tool_calls"] = [
             {
-                "id": _check_name(f"{path}.tool_calls[{index}].id", call.id),
+                "id": call.id,
                 "type": "function",
                 "function": {
-                    "name": _check_name(f"{path}.tool_calls[{index}].name", call.name),
+                    "name": call.name,
                     "arguments": _arguments(call.arguments_json),
                 },
             }
-            for index, call in enumerate(source.tool_calls)
+            for call in source.tool_calls
         ]
     return message
 
@@ -146,8 +139,9 @@ def _arguments(text: str) -> object:
 
 
 def _to_tool(source: input_pb2.Tool, path: str) -> dict[str, object]:
+    check_name(source.name, f"{path}.name")
     function: dict[str, object] = {
-        "name": _check_name(f"{path}.name", source.name),
+        "name": source.name,
         "description": source.description,
     }
     if source.parameters_json:
@@ -226,9 +220,3 @@ def _to_constraint(source: sampling_pb2.StructuredOutput) -> Constraint:
 def _check_bytes(path: str, text: str, least: int, most: int) -> None:
     if not least <= len(text.encode()) <= most:
         raise invalid(path, f"must be {least} to {most} bytes long")
-
-
-def _check_name(path: str, name: str) -> str:
-    if not 1 <= len(name) <= NAME_CHARS_MAX:
-        raise invalid(path, f"must be 1 to {NAME_CHARS_MAX} characters long")
-    return name

@@ -18,6 +18,7 @@ from sluice.common.v1 import policy_pb2, sampling_pb2
 from sluice.errors import FieldViolation, SluiceError, invalid
 from sluice.ids import is_request_id, new_request_id
 from sluice.inference.v1 import inference_pb2
+from sluice.input_rules import check_message
 from sluice.scheduler.v1 import generate_pb2
 
 PROMPT_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -100,7 +101,9 @@ def check_input(request: GenerateMessage) -> Input:
     elif field == "messages":
         _check_count("messages", len(request.messages), MESSAGES_MAX)
         _check_count("tools", len(request.tools), TOOLS_MAX)
-        size_bytes = sum(message.ByteSize() for message in request.messages)
+        for index, message in enumerate(request.messages):
+            check_message(message, f"messages[{index}]")
+            size_bytes += message.ByteSize()
         size_bytes += sum(tool.ByteSize() for tool in request.tools)
     else:
         size_bytes = len((request.prompt or request.text).encode())

@@ -300,7 +300,15 @@ async def test_a_cancelled_request_is_traced_as_far_as_it_came(
         ({"request_id": "no spaces, please"}, "INVALID_FIELD", AT_ONCE),
         ({"model": "absent"}, "MODEL_UNKNOWN", AT_ONCE),
         ({"sampling": {"temperature": 9.0}}, "INVALID_FIELD", AT_ONCE),
-        ({"messages": [{"role": "boss"}]}, "INVALID_FIELD", [*AT_ONCE, QUEUE, RELAY]),
+        ({"messages": [{"role": "boss"}]}, "INVALID_FIELD", AT_ONCE),
+        (
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "tools": [{"name": "t", "parameters_json": "no JSON"}],
+            },
+            "INVALID_FIELD",
+            [*AT_ONCE, QUEUE, RELAY],
+        ),
         ({"model": "pair", "token_ids": [65] * (KV + 1)}, "CONTEXT_LENGTH_EXCEEDED", WHOLE),
         (
             {"prompt": sim(CANARY, hang_after=0), "first_token_limit": {"nanos": 200_000_000}},
@@ -308,7 +316,15 @@ async def test_a_cancelled_request_is_traced_as_far_as_it_came(
             WHOLE,
         ),
     ],
-    ids=["wrong", "no such model", "out of range", "wrong to the engine", "too long", "too late"],
+    ids=[
+        "wrong",
+        "no such model",
+        "out of range",
+        "no such role",
+        "wrong to the engine",
+        "too long",
+        "too late",
+    ],
 )
 async def test_a_refused_request_is_traced_with_the_reason_that_the_client_hears(
     client: MeshClient,

@@ -123,3 +123,30 @@ def test_a_work_has_the_defaults_filled_in_and_the_tenant_in_its_salt() -> None:
 )
 def test_a_wrong_input_is_named(request_: generate_pb2.GenerateRequest, field: str) -> None:
     assert refusal(translate.check_input, request_).fields[0].field == field
+
+
+MESSAGES: dict[str, dict[str, Any]] = {
+    "messages[1].role": {"role": "boss", "content": "x"},
+    "messages[1].content": {"role": "user"},
+    "messages[1].name": {"role": "user", "content": "x", "name": "n" * 257},
+    "messages[1].tool_call_id": {"role": "tool", "content": "x", "tool_call_id": "i" * 257},
+    "messages[1].tool_calls": {"role": "assistant", "tool_calls": [{"id": "i", "name": "n"}] * 257},
+    "messages[1].tool_calls[0].id": {"role": "assistant", "tool_calls": [{"name": "n"}]},
+    "messages[1].tool_calls[0].name": {"role": "assistant", "tool_calls": [{"id": "i"}]},
+}
+
+
+@pytest.mark.parametrize("field", MESSAGES)
+def test_both_layers_refuse_the_same_message_and_a_good_one_neither(field: str) -> None:
+    """An empty message is the client's fault, found before it waits for anything."""
+    good = input_pb2.ChatMessage(role="user", content="x")
+    wrong = input_pb2.ChatMessage(**MESSAGES[field])
+    request = Request(messages=[good, wrong])
+    here = refusal(translate.check_input, request)
+    source = input_pb2.Input()
+    source.conversation.messages.extend(request.messages)
+    there = refusal(convert.to_prompt, source, "input")
+    assert here.fields[0].field == field
+    assert there.fields[0].field == f"input.conversation.{field}"
+    assert here.fields[0].description == there.fields[0].description
+    translate.check_input(Request(messages=[good]))
