@@ -117,14 +117,20 @@ class Yields:
             self.moves[cause] += 1
             stop(ticket, cause, now)
 
+    def _looked(self, key: object, now: float) -> bool:
+        """Whether it was looked at a moment ago."""
+        again_s = self._looked_s.get(key, -inf) + self._limits.yield_look_s
+        if now >= again_s:
+            return False
+        self.next_s = min(self.next_s, again_s)
+        return True
+
     def _may_look(self, key: object, now: float) -> bool:
         """At most one look per ``yield_look_s`` at an instance, or at a line."""
+        if self._looked(key, now):
+            return False
         if len(self._looked_s) > 2 * self._limits.instances_max:
             self._looked_s.clear()
-        again_s = self._looked_s.get(key, -inf) + self._limits.yield_look_s
-        if now < again_s:
-            self.next_s = min(self.next_s, again_s)
-            return False
         self._looked_s[key] = now
         self.next_s = min(self.next_s, now + self._limits.yield_look_s)
         return True
@@ -213,6 +219,8 @@ class Yields:
         """Victims for those of the line that may preempt, found no room and have waited a moment:
         room that comes free by itself within it is used first, and so is that of tickets that are
         leaving already."""
+        if self._looked(line, now):
+            return []
         waiting = self._without_room(line, now)
         if not waiting:
             return []

@@ -148,13 +148,23 @@ async def test_what_cannot_go_on_ends_midway_with_one_typed_error(
 async def test_what_is_not_streamed_is_answered_whole_or_not_at_all(
     client: MeshClient, running: Mesh
 ) -> None:
-    body = {"prompt": "whole", "sampling": {"max_tokens": 100, "seed": 1}}
+    body: dict[str, Any] = {"prompt": "whole", "sampling": {"max_tokens": 100, "seed": 1}}
     calls = [asyncio.create_task(client.http.post("/chat", json=body)) for _ in range(4)]
     await eventually(lambda: running.in_engine() == 4, "all run")
     await asyncio.sleep(0.1)
     running["sim-0"].kill()
     statuses = [(await call).status_code for call in calls]
     assert sorted(set(statuses)) == [200, 503]
+    running["sim-0"].start()
+    await eventually(lambda: running.reachable("scheduler-0"), "it is back", BACK_LIMIT_S)
+    del body["sampling"]["seed"]
+    calls = [asyncio.create_task(client.http.post("/chat", json=body)) for _ in range(4)]
+    await eventually(lambda: running.in_engine() == 4, "all run")
+    await asyncio.sleep(0.1)
+    running["sim-0"].kill()
+    answers = [(await call).json() for call in calls]
+    assert len({answer["text"] for answer in answers}) == 1
+    assert {answer["attempts"] for answer in answers} == {1, 2}, "half went on elsewhere"
 
 
 async def test_an_instance_that_comes_back_serves_again(client: MeshClient, running: Mesh) -> None:

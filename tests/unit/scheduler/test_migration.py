@@ -152,17 +152,23 @@ def test_a_request_that_yields_after_any_token_goes_on_as_if_it_had_not(
 def test_what_cannot_go_on_ends_with_an_error_that_says_how_far_it_came(
     run_virtual: Run, tmp_path: Path
 ) -> None:
+    """Before the first token it is placed elsewhere, as ever."""
+
     async def scenario() -> None:
         async with memory_mesh(tmp_path, "a", "b") as mesh:
-            want = await whole(mesh, CASES["made up"])
-            for cut in (1, 7, 20):
+            want = await mesh.over(mesh.submit(PROMPT, sampling(max_tokens=20, seed=1)))
+            whole_ids = list(want.outputs[0].token_ids)
+            for cut in (0, 1, 2, 3, 4, 5, 20):
                 mesh.execution.cut = Cuts(cut)
                 live = await mesh.over(mesh.submit(PROMPT, sampling(max_tokens=20, seed=1)))
+                assert list(live.outputs[0].token_ids) == whole_ids[: cut or None]
+                if not cut:
+                    assert live.ended is not None
+                    continue
                 assert live.error is not None
                 assert (live.error.code, live.error.reason) == (Code.UNAVAILABLE, "INSTANCE_LOST")
                 assert live.error.metadata["delivered_tokens"] == str(cut) == str(live.tokens)
                 assert live.kept is None, "nothing is kept for nothing"
-            assert len(want.token_ids) == 20
 
     run_virtual(scenario())
 
