@@ -89,7 +89,7 @@ _DEATHS: Final = frozenset(("ENGINE_DIED", "ENGINE_FAILED", "ENGINE_DOWN"))
 
 # Codes of a unary call that failed through no fault of the request.
 _CALL_FAULTS: Final = {
-    Code.UNAVAILABLE: FaultKind.LOST_CONNECTION,
+    Code.UNAVAILABLE: FaultKind.UNREACHABLE,  # or lost: a call that never arrived looks the same
     Code.INTERNAL: FaultKind.ENGINE_ERROR,
     Code.UNKNOWN: FaultKind.ENGINE_ERROR,
     Code.CANCELLED: FaultKind.GOING_DOWN,
@@ -97,7 +97,6 @@ _CALL_FAULTS: Final = {
 _CALL_REASONS: Final = {
     "EXECUTION_UNREACHABLE": FaultKind.LOST_RELAY,
     "PEER_UNAVAILABLE": FaultKind.LOST_RELAY,
-    "INSTANCE_UNREACHABLE": FaultKind.LOST_CONNECTION,
     "ENGINE_NOT_SERVING": FaultKind.NOT_SERVING,
 }
 
@@ -570,7 +569,10 @@ class Gate:
         reasons = {output.finish_reason for output in ended.outputs}
         if live is not None and ended.HasField("status"):
             error = from_status(ended.status)
-            self.post(lambda now: self._failed(slot, end_fault(error), now, error))
+            if error.code is Code.INVALID_ARGUMENT:
+                self._invalid(slot, live, error)
+            else:
+                self.post(lambda now: self._failed(slot, end_fault(error), now, error))
             return
         if live is not None and result_pb2.FINISH_REASON_ERROR in reasons:
             # Without a status too an error is no answer.
@@ -614,17 +616,19 @@ class Gate:
             if error.reason == GRANT_LAPSED:
                 self.post(lambda now: self._lapsed(live, slot.domain_attempt, now))
                 return
-            live.fail(error, Outcome.INVALID)
-            self.post(
-                lambda now: self.domain.ended(
-                    slot.ticket_id, slot.domain_attempt, now, Outcome.INVALID
-                )
-            )
+            self._invalid(slot, live, error)
         else:
             name = inference_pb2.RejectReason.Name(rejected.reason)
             log.error("an instance rejected a start", instance=live.instance, reason=name)
             kind = _REFUSALS.get(rejected.reason, FaultKind.PROTOCOL)
             self.post(lambda now: self._failed(slot, kind, now))
+
+    def _invalid(self, slot: Slot, live: LiveRequest, error: SluiceError) -> None:
+        """The work is wrong: nobody else is asked, and the instance is not to blame."""
+        live.fail(error, Outcome.INVALID)
+        self.post(
+            lambda now: self.domain.ended(slot.ticket_id, slot.domain_attempt, now, Outcome.INVALID)
+        )
 
     def _lapsed(self, live: LiveRequest, attempt: int, now: float) -> None:
         """The start came too late for its quota: back to the queue, uncharged. Again and again

@@ -31,9 +31,11 @@ LOSSES: Final = frozenset(
         FaultKind.ENGINE_DOWN,
         FaultKind.NOT_SERVING,
         FaultKind.GOING_DOWN,
+        FaultKind.FINGERPRINT,
     )
 )
-"""What lay under the attempt is gone: the first failover after one of these is free and paced."""
+"""What lay under the attempt is gone, or another model by now: the first failover after one of
+these is free and paced."""
 
 
 ROUNDING: Final = 1e-6  # of a token: at the time that ``next_s`` says there is one

@@ -253,6 +253,23 @@ def test_invalid_input_ends_the_request_and_is_not_tried_again(scenario: Play) -
     scenario(body)
 
 
+def test_input_that_is_found_invalid_late_is_no_fault_of_the_instance(scenario: Play) -> None:
+    async def body(r: Rig) -> None:
+        r.report("chat-0")
+        for _ in range(10):  # more than open a breaker
+            live = r.submit()
+            await r.settle()
+            await r.execution.end(code=Code.INVALID_ARGUMENT.value)
+            await r.settle()
+            assert live.error is not None and live.error.code is Code.INVALID_ARGUMENT
+            r.gate.leave(live, Outcome.INVALID)
+        assert len(r.execution.starts) == 10
+        (status,) = r.gate.domain.snapshot().instances.values()
+        assert status.breaker == "closed"
+
+    scenario(body)
+
+
 def test_a_hung_engine_fails_the_request_at_the_first_token_limit_and_frees_its_room(
     scenario: Play,
 ) -> None:
