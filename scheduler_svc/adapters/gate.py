@@ -42,6 +42,7 @@ from scheduler_svc.domain.model import (
     WorkKind,
     Yield,
 )
+from scheduler_svc.domain.refusals import spread
 from scheduler_svc.domain.scheduler import Scheduler
 from sluice import logs
 from sluice.common.v1 import grant_pb2, policy_pb2, result_pb2
@@ -63,6 +64,10 @@ SWEEP_INTERVAL_S: Final = 0.1
 
 DEMAND_INTERVAL_S: Final = 0.02
 """Instances hear of changed demand this often at most."""
+
+NO_CAPACITY_S: Final = 1.0
+NO_CAPACITY_SPREAD: Final = 0.2
+"""When a request beyond the write capacity may ask again: flushes last a second at most."""
 
 GRANT_TTL_S: Final = 30.0
 
@@ -159,7 +164,7 @@ class Gate:
         if refusal is not None:
             raise refusal
         if ticket.kind is WorkKind.GENERATE and not self.flush.can_open(ticket.priority_class):
-            raise no_capacity(retry_after_s=1.0)
+            raise no_capacity(NO_CAPACITY_S * spread(ticket.id, NO_CAPACITY_SPREAD))
 
     def admit(self, live: LiveRequest) -> None:
         """Queues a request. Its end, whatever it is, arrives at ``live``; :meth:`leave` follows."""

@@ -66,7 +66,7 @@ class Admission:
         one; else nobody knows."""
         probe_s = self._fleet.next_probe_s(ticket.line)
         if probe_s is None:
-            return refusals.no_instance(self._limits.no_instance_wait_s)
+            return refusals.no_instance(self._spread(ticket, self._limits.no_instance_wait_s))
         return refusals.no_instance(self._spread(ticket, probe_s - now))
 
     def hopeless_at(self, ticket: Ticket, now: float) -> float:
@@ -112,8 +112,7 @@ class Admission:
     def _spread(self, ticket: Ticket, wait_s: float) -> float:
         limits = self._limits
         wait_s = min(max(wait_s, limits.retry_after_min_s), limits.retry_after_max_s)
-        spread = (ticket.id * 2_654_435_761 % 2**32) / 2**31 - 1.0  # Knuth's hash, -1 to 1
-        return wait_s * (1.0 + limits.retry_after_jitter * spread)
+        return wait_s * refusals.spread(ticket.id, limits.retry_after_jitter)
 
     def ahead_of(self, ticket: Ticket, *, stays: bool = True) -> float:
         """About how many tickets of mean size are served before this one, were it queued now; not

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Final
 
 from scheduler_svc.domain.model import Outcome, Refusal
+from scheduler_svc.domain.refusals import spread
 from sluice.errors import Code, QuotaViolation
 
 
@@ -45,11 +46,13 @@ class Path(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A path, and why. ``scope``: "tenant" or "scheduler", of TOO_MANY_RUNS."""
+    """A path, and why. ``scope``: "tenant" or "scheduler", of TOO_MANY_RUNS. ``wait_s``: the
+    expected wait in the queue, of SATURATED."""
 
     path: Path
     reason: GateReason
     scope: str = ""
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +67,15 @@ class FleetLoad:
 @dataclass(frozen=True, slots=True)
 class AgentLimits:
     """``runs_max``: runs at once in this scheduler, and of a tenant that has no limit of its own.
-    Beyond ``utilisation_max`` or ``wait_max_s`` no run begins. ``retry_after_s``: when a refused
-    one may ask again."""
+    Beyond ``utilisation_max`` or ``wait_max_s`` no run begins. A refused one may ask again when the
+    queue is expected to be gone, within the two bounds, +/- the jitter."""
 
     runs_max: int = 64
     utilisation_max: float = 0.9
     wait_max_s: float = 2.0
-    retry_after_s: float = 5.0
+    retry_after_min_s: float = 5.0
+    retry_after_max_s: float = 60.0
+    retry_after_jitter: float = 0.2
 
 
 class AgentGate:
@@ -79,6 +84,7 @@ class AgentGate:
     def __init__(self, limits: AgentLimits) -> None:
         self._limits = limits
         self._runs: Counter[str] = Counter()
+        self._refused = 0
 
     @property
     def runs(self) -> int:
@@ -99,7 +105,7 @@ class AgentGate:
         there is an agent service."""
         if mode is AgentMode.DIRECT:
             return Verdict(Path.DIRECT, GateReason.NOT_ASKED)
-        reason, scope = GateReason.ALLOWED, ""
+        reason, scope, wait_s = GateReason.ALLOWED, "", 0.0
         if not allowed:
             reason = GateReason.NOT_ALLOWED
         elif not available:
@@ -111,11 +117,11 @@ class AgentGate:
         elif (
             load.utilisation > self._limits.utilisation_max or load.wait_s > self._limits.wait_max_s
         ):
-            reason = GateReason.SATURATED
+            reason, wait_s = GateReason.SATURATED, load.wait_s
         if reason is GateReason.ALLOWED:
             return Verdict(Path.AGENT, reason)
         path = Path.DIRECT if mode is AgentMode.AUTO else Path.REFUSED
-        return Verdict(path, reason, scope)
+        return Verdict(path, reason, scope, wait_s)
 
     def begin(self, tenant: str) -> None:
         """A run that was let through begins."""
@@ -141,12 +147,18 @@ class AgentGate:
             Outcome.AGENT_REFUSED,
             code,
             message,
-            retry_after_s=self._limits.retry_after_s if busy else None,
+            retry_after_s=self._retry_after_s(verdict) if busy else None,
             metadata=metadata,
         )
         if verdict.scope == "tenant":
             refusal.quotas = (QuotaViolation("concurrent_runs", "limit of agent runs at once"),)
         return refusal
+
+    def _retry_after_s(self, verdict: Verdict) -> float:
+        limits = self._limits
+        self._refused += 1
+        wait_s = min(max(verdict.wait_s, limits.retry_after_min_s), limits.retry_after_max_s)
+        return wait_s * spread(self._refused, limits.retry_after_jitter)
 
 
 _REFUSALS: Final = {

@@ -10,6 +10,12 @@ from scheduler_svc.domain.model import Outcome, Refusal, Ticket
 from sluice.errors import Code
 
 
+def spread(number: int, share: float) -> float:
+    """A factor from 1 - share to 1 + share, another for every number, so that those who were
+    refused together do not come back together (Knuth's multiplicative hash)."""
+    return 1.0 + share * ((number * 2_654_435_761 % 2**32) / 2**31 - 1.0)
+
+
 def queue_full(scope: str, retry_after_s: float) -> Refusal:
     """``scope``: "class" or "tenant", whose bound was hit. Nothing was charged."""
     return Refusal(

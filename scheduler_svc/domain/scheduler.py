@@ -115,7 +115,8 @@ class Scheduler:
         assert ticket.state is TicketState.NEW, "submitted before"
         self._fleet.refresh_breakers(now)
         if self._draining:
-            refusal: Refusal | None = refusals.draining(self._limits.retry_after_min_s)
+            jitter = refusals.spread(ticket.id, self._limits.retry_after_jitter)
+            refusal: Refusal | None = refusals.draining(self._limits.retry_after_min_s * jitter)
         else:
             refusal = self._admission.refusal(ticket, now)
         if refusal is None and self._quarantine.refuses(ticket, now):

@@ -148,3 +148,14 @@ def test_a_run_of_one_call_without_tools_was_not_needed(
 ) -> None:
     assert agent_not_needed(run) is not_needed
     assert extra_cost(run) == extra
+
+
+@pytest.mark.parametrize(("wait_s", "least", "most"), [(0.0, 4, 6), (20.0, 16, 24), (1e9, 48, 72)])
+def test_the_delay_of_a_busy_gate_follows_the_queue_and_is_spread(
+    wait_s: float, least: float, most: float
+) -> None:
+    gate = AgentGate(LIMITS)
+    verdict = judged(gate, load=FleetLoad(1.0, wait_s))
+    delays = [gate.refusal(verdict).retry_after_s for _ in range(50)]
+    assert all(delay is not None and least <= delay <= most for delay in delays)
+    assert len(set(delays)) == 50
