@@ -283,12 +283,15 @@ class Yields:
         for ticket in taken:
             self._queue.restore(ticket)
         ready = []
+        ready_s = inf
         for ticket in taken:
-            ready_s = ticket.arrival_s + self._limits.preemption_wait_s
             if ticket.held_row >= 0:
                 continue  # it waits for its prefix, by choice
-            if ready_s <= now:
+            if ticket.arrival_s + self._limits.preemption_wait_s <= now:
                 ready.append(ticket)
             else:
-                self.next_s = min(self.next_s, ready_s)
+                ready_s = min(ready_s, ticket.arrival_s + self._limits.preemption_wait_s)
+        self.next_s = min(self.next_s, ready_s)
+        if taken and not ready:  # those who come now are ready later still
+            self._looked_s[line] = min(ready_s - self._limits.yield_look_s, now)
         return ready
