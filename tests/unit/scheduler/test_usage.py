@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import grpc
 import grpc.aio
@@ -23,6 +24,7 @@ from scheduler_svc.adapters.usage_log import SUMS_MAX, UsageLog
 from scheduler_svc.domain.engine_time import EngineTime
 from scheduler_svc.domain.model import Outcome, Ticket
 from scheduler_svc.domain.prices import Prices
+from scheduler_svc.main import Parts
 from sluice.state.v1 import usage_pb2
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -80,6 +82,22 @@ def test_what_was_lost_on_the_way_is_told_again_and_added_once(run_virtual: Run)
         running.cancel()
         assert await usage.drain(3.0)
         assert (ledger.requests, ledger.tokens, usage.waiting) == (100, 500, 0)
+
+    run_virtual(scenario())
+
+
+def test_the_end_of_the_process_tells_what_ended_last(run_virtual: Run) -> None:
+    """Mutant: it does not."""
+
+    async def scenario() -> None:
+        ledger = Ledger()
+        usage = UsageLog("s:1", ledger)
+        usage.ended(_ticket(), Outcome.FINISHED, USED)
+        other = SimpleNamespace(drain=AsyncMock(), close=AsyncMock())
+        parts = SimpleNamespace(quota=other, usage=usage, decisions=other, state_channel=other)
+        await Parts.close(cast("Parts", parts))
+        assert ledger.requests == 1
+        other.close.assert_awaited_once()
 
     run_virtual(scenario())
 
