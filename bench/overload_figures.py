@@ -95,6 +95,8 @@ def class_figures(run: Run, profile: Profile) -> dict[str, float]:
     }
     outcomes = Counter(row.outcome for row in run.measured)
     found |= {f"{outcome}_count": outcomes[outcome] for outcome in sorted(outcomes)}
+    reasons = Counter(row.reason for row in run.measured if row.reason)
+    found |= {f"reason_{reason.lower()}": reasons[reason] for reason in sorted(reasons)}
     for cls in profile.classes:
         name = cls.name.lower()
         found[f"{name}_slo"] = attainment(run, profile, cls)
