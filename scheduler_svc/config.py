@@ -64,7 +64,7 @@ class SchedulerConfig:
         help="Prices of models per million tokens: model=prompt:output each, in any one currency.",
     )
     placement: str = setting(
-        "least_work",
+        "weighted",
         choices=tuple(POLICIES),
         help="Policy that chooses the instance; weighted and prefix_affinity look at prefixes.",
     )

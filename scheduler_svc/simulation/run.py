@@ -42,7 +42,7 @@ from scheduler_svc.simulation.record import SLOS, Recorder, Slo
 
 MODEL = "simulated"
 SAMPLE_S = 1.0
-DEFAULT_POLICY = "least_work"  # as in the service
+DEFAULT_POLICY = "weighted"  # as in the service
 _MIX = 0x9E3779B97F4A7C15  # spreads small ids over 64 bits (Knuth)
 # The scheduler sees bytes and estimates tokens: bytes per token of a prompt vary so much.
 BYTES_PER_TOKEN = (3.0, 5.0)
