@@ -656,7 +656,7 @@ class Gate:
         """An instance stopped a request without an end of its own."""
         live = slot.live
         if live is None or live.over:
-            self.domain.ended(slot.ticket_id, slot.domain_attempt, now)
+            self.domain.ended(slot.ticket_id, slot.domain_attempt, now, Outcome.CANCELLED)
             return
         asked = self.domain.yielded(slot.ticket_id, slot.domain_attempt, now, live.tokens)
         if asked == "unasked":
