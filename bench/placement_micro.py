@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from scheduler_svc.domain.canonical import Hashes, PrefixHasher
+from scheduler_svc.domain.decision import Closed, Trail
 from scheduler_svc.domain.fleet import Fleet
 from scheduler_svc.domain.ledger import Ledger
 from scheduler_svc.domain.limits import ClassLimits, SchedulerLimits
@@ -129,6 +130,24 @@ def placement_us(instances: int) -> float:
     item = ticket(1)
     scan = Scan(item.line, _loaded_fleet(instances), LeastWork(), LIMITS)
     return median_us(lambda _: _find(scan, [item] * BATCH), 50)
+
+
+def decision_note_us(instances: int, *, full: bool) -> float:
+    """What one decision's note for its record costs, in brief or in full, beside the decision."""
+    item = ticket(1)
+    fleet = _loaded_fleet(instances)
+    scan = Scan(item.line, fleet, LeastWork(), LIMITS)
+    closed = Closed(fleet, LIMITS)
+    row = scan.find(item)
+    assert row is not None
+
+    def run(_: int) -> int:
+        for _ in range(BATCH):
+            item.trail = Trail(full)
+            item.trail.placed(scan.placement(item, row, closed))
+        return BATCH
+
+    return median_us(run, 50)
 
 
 def _find(scan: Scan, items: list[Ticket]) -> int:
@@ -278,6 +297,8 @@ def domain_figures() -> dict[str, float]:
         turn, life = turn_us(instances, per_turn=100)
         figures[f"turn_us_per_dispatch_{instances}"] = turn
         figures[f"life_us_per_ticket_{instances}"] = life
+    for full, name in ((False, "brief"), (True, "full")):
+        figures[f"decision_note_us_{name}_1000"] = decision_note_us(1_000, full=full)
     figures["blocked_turn_us_sequences_100"] = blocked_turn_us(100, 5_000, 16, 400)
     figures["blocked_turn_us_kv_100"] = blocked_turn_us(100, 10_000, 256, 7_900)
     return figures
