@@ -157,10 +157,11 @@ async def test_what_a_killed_scheduler_held_is_free_within_seconds(running: Mesh
         assert (await ask(client))[0] == "QUOTA_EXCEEDED"
         running["scheduler-0"].kill()
         killed_at = time.monotonic()
-        assert not any(call.done() and call.cancelled() for call in calls)
         while (await ask(client))[0] != "OK":
             await asyncio.sleep(0.05)
         took_s = time.monotonic() - killed_at
+        for call in calls:
+            call.cancel()
     assert 0.5 < took_s < 5.0
 
 
