@@ -72,8 +72,10 @@ def test_a_conversation_that_goes_on_shares_what_it_had() -> None:
     assert common(before, after) == len(before.hashes) == 4
 
 
-def test_what_is_shorter_than_a_block_or_not_asked_for_is_not_read() -> None:
+def test_what_is_too_short_to_match_or_not_asked_for_is_not_read() -> None:
     assert READER.read(work(text="short"), BLOCK) is None
+    assert READER.read(work(text="x" * 255), BLOCK) is None
+    assert READER.read(work(text="x" * 256), BLOCK) is not None
     assert READER.read(work(text="x" * 1_000), None) is None
     assert READER.read(inference_pb2.Work(), BLOCK) is None
 
