@@ -1,8 +1,9 @@
 """The instances: what they say of themselves, and columns over all of them for placement.
 
 Owns one :class:`Instance` per row and numpy columns indexed by row. A row's columns are worked out
-anew whenever its report, credit, load or freshness changes (about 2 µs), so that placing a ticket
-only reads whole columns. Rows of removed instances are reused once nothing runs there.
+anew whenever its report, credit or freshness changes (about 2 µs), and once a turn if its load has
+changed, so that placing a ticket only reads whole columns. Rows of removed instances are reused
+once nothing runs there.
 
 Failure modes: a stale report (older than ``report_stale_s``) leaves the ledger and the credit as
 the only word on room, or closes the instance (``stale_open``); a broken load watch, a drain or
@@ -104,6 +105,7 @@ class Fleet:
         self._model_ids: dict[str, int] = {}
         self._next_model_id = 1
         self._paused: set[InstanceName] = set()
+        self._changed: set[int] = set()  # rows whose columns are out of date
         self._cooling: set[InstanceName] = set()  # with an open breaker
         self._probed: set[InstanceName] = set()  # with a half-open one
         self._stale_from_s = inf  # no report goes stale before; reports only move it on
@@ -168,6 +170,7 @@ class Fleet:
 
     def free_for(self, line: Line, kv_tokens: int = 1) -> float:
         """Sequences of so many KV tokens each that may still start on usable rows of a line."""
+        self.settle()
         usable = self.usable(line)
         if line[1] is WorkKind.GENERATE:
             free = np.minimum(self.free_sequences, np.floor(self.free_kv_tokens / kv_tokens))
@@ -299,7 +302,7 @@ class Fleet:
         if instance.removed and not self._ledger.load(instance.row).sequences:
             self._release(instance)
         else:
-            self.refresh_row(instance.row)
+            self.changed(instance.row)
 
     def close(self, instance: Instance, reason: str, *, silent: bool = True) -> None:
         """Its load watch broke, or (not ``silent``) it says that it is down."""
@@ -337,6 +340,7 @@ class Fleet:
     def refresh(self, now: float) -> None:
         """Lets time pass: reports go stale, pauses and cool-downs end. Nothing to do in nearly
         every turn."""
+        self.settle()
         if now < self._stale_from_s and not self._paused and not self._cooling:
             return
         self.refresh_breakers(now)
@@ -356,8 +360,20 @@ class Fleet:
         for name in [n for n in self._cooling if self._by_name[n].breaker.look(now)]:
             self.judged(self._by_name[name])
 
+    def changed(self, row: int) -> None:
+        """What this scheduler runs on a row is not what it was: the columns of the row are worked
+        out anew before anybody asks, once for all that happened until then."""
+        self._changed.add(row)
+
+    def settle(self) -> None:
+        """Works the rows out that changed. The columns are exact from here to the next event."""
+        for row in self._changed:
+            if self._by_row[row] is not None:
+                self.refresh_row(row)
+        self._changed.clear()
+
     def refresh_row(self, row: int) -> None:
-        """Works the room and load columns of a row out anew."""
+        """Works the room and load columns of a row out anew, at once."""
         instance = self.at(row)
         load = self._ledger.load(row)
         report = instance.report
@@ -392,6 +408,7 @@ class Fleet:
     def check(self) -> None:
         """Columns equal what they are made of. O(rows), for tests."""
         assert len(self._by_name) + len(self._free_rows) == self._limits.instances_max
+        self.settle()
         models: Counter[str] = Counter()
         fingerprints: Counter[str] = Counter()
         lines: Counter[Line] = Counter()

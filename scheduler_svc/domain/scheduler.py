@@ -180,7 +180,7 @@ class Scheduler:
         self._ledger.correct(ticket, cached_tokens, block, kv_max)
         if ticket.prefix is not None:
             self._cached_seen += cached_tokens
-        self._fleet.refresh_row(ticket.row)
+        self._fleet.changed(ticket.row)
 
     def first_token(self, ticket_id: TicketId, attempt: int, now: float) -> None:
         """The attempt made its first token; from here on only the total deadline counts."""
@@ -191,7 +191,7 @@ class Scheduler:
         self._estimates.saw_first_token(ticket.line, now - ticket.dispatched_s)
         self._judge_first_token(ticket, now)
         self._ledger.first_token(ticket)
-        self._fleet.refresh_row(ticket.row)
+        self._fleet.changed(ticket.row)
         if ticket.state in _RUNS:
             self._watch_running(ticket)
 
@@ -204,7 +204,7 @@ class Scheduler:
         self._quarantine.progressed(ticket)
         block, kv_max = self._memory(self._fleet.at(ticket.row))
         self._ledger.progress(ticket, block, kv_max)
-        self._fleet.refresh_row(ticket.row)
+        self._fleet.changed(ticket.row)
 
     def rejected(self, ticket_id: TicketId, attempt: int, kind: RejectKind, now: float) -> None:
         """The instance did not take it: back to the head of its class, uncharged. NO_ROOM pauses
@@ -439,9 +439,8 @@ class Scheduler:
     def load_of(self, model: str) -> FleetLoad:
         """How busy the instances are that generate with a model, for the agent gate."""
         line = (model, WorkKind.GENERATE)
-        usable = self._fleet.usable(line)
         running = self._ledger.running(line)
-        parallel = running + float(np.maximum(self._fleet.free_sequences[usable], 0.0).sum())
+        parallel = running + self._fleet.free_for(line)
         service_s = self._estimates.service_s(line)
         if not parallel:
             return FleetLoad(1.0, inf)
