@@ -66,7 +66,7 @@ class Recorder:
         record.usage.completion_tokens = used.output_tokens
         record.timings.CopyFrom(timings(live, now))
         set_duration(record.queue_time, (live.dispatch_s or now) - live.ticket.arrival_s)
-        self._add_attempts(record, live.ticket, live.tokens)
+        _add_attempts(record, live.ticket, live.tokens, outcome)
         return _bounded(record)
 
     def refused(
@@ -75,7 +75,7 @@ class Recorder:
         """The record of a request that was refused before it was admitted."""
         record = self._begun(ticket, outcome, now)
         record.reason = _reason(error, outcome)
-        self._add_attempts(record, ticket, NOTHING_USED.output_tokens)
+        _add_attempts(record, ticket, NOTHING_USED.output_tokens, outcome)
         return _bounded(record)
 
     def wrong(
@@ -115,14 +115,16 @@ class Recorder:
         record.arrival_time.FromNanoseconds(int(arrival_s * 1e9))
         return record
 
-    @staticmethod
-    def _add_attempts(record: records_pb2.DecisionRecord, ticket: Ticket, tokens: int) -> None:
-        trail = ticket.trail
-        if trail is None:
-            return
-        trail.close(tokens)
-        for placement in trail.placements:
-            _add_attempt(record, placement, ticket.arrival_s)
+
+def _add_attempts(
+    record: records_pb2.DecisionRecord, ticket: Ticket, tokens: int, outcome: Outcome
+) -> None:
+    trail = ticket.trail
+    if trail is None:
+        return
+    trail.close(tokens, "ended" if outcome is Outcome.FINISHED else "stopped")
+    for placement in trail.placements:
+        _add_attempt(record, placement, ticket.arrival_s)
 
 
 def _add_attempt(

@@ -90,12 +90,13 @@ class Trail:
         if self.placements and not self.placements[-1].end:
             self.placements[-1].end, self.placements[-1].cause = end, cause
 
-    def close(self, tokens: int) -> None:
-        """The ticket is over with so many output tokens in all."""
+    def close(self, tokens: int, end: str = "ended") -> None:
+        """The ticket is over with so many output tokens in all; ``end``: of the last placement,
+        where nothing was told of it: "ended" by itself or "stopped"."""
         if self.placements:
             last = self.placements[-1]
             last.tokens = max(0, tokens - last.base_tokens)
-        self.ended("ended")
+        self.ended(end)
 
 
 class Closed:

@@ -32,6 +32,7 @@ FILTERS: Final[Mapping[str, str]] = {
 }
 ENDS: Final[Mapping[str, str]] = {
     "ended": "ran to its end there",
+    "stopped": "was stopped there",
     "rejected": "was turned away",
     "lost": "failed there",
     "yielded": "gave its place away",

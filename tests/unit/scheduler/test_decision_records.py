@@ -107,6 +107,22 @@ def test_refused_failed_moved_slow_and_sampled_requests_are_kept(
     assert RECORDER.keeps(live, outcome, now) is kept
 
 
+@pytest.mark.parametrize(
+    ("outcome", "end"),
+    [
+        (Outcome.FINISHED, "ended"),
+        (Outcome.CANCELLED, "stopped"),
+        (Outcome.FIRST_TOKEN_TIMEOUT, "stopped"),
+    ],
+)
+def test_what_was_cut_short_did_not_run_to_its_end(outcome: Outcome, end: str) -> None:
+    live = a_live()
+    assert live.ticket.trail is not None
+    live.ticket.trail.placed(Placement("i", 0.0))
+    record = RECORDER.ended(live, outcome, NOTHING_USED, 0.0, 1.0)
+    assert [attempt.end for attempt in record.attempts] == [end]
+
+
 def refusal(reason: str = "QUEUE_FULL") -> SluiceError:
     return SluiceError(Code.RESOURCE_EXHAUSTED, reason, CANARY, metadata={"x": CANARY})
 
