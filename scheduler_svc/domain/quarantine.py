@@ -6,7 +6,8 @@ A death is an engine or a stream that broke with attempts in it (``DEATHS``). Ru
    bystanders.
 2. Suspects are kept apart: one goes on where no other suspect is. That is waited for ``apart_s``
    after a first death; after a second one for as long as its deadline lets it.
-3. A suspect is cleared when it gets ``cleared_tokens`` past the point at which it died, or ends.
+3. A suspect is cleared when it gets ``cleared_tokens`` past the point at which it died, or any
+   request with its input ends well.
 4. An input that was there at deaths of two different instances, at the last one as the only
    suspect, is poison: it ends with a typed error and is refused for ``quarantine_s``. With a third
    death the same instance counts too, for there may be one only.
@@ -73,6 +74,8 @@ class Quarantine:
         if kind not in DEATHS or ticket.instance is None:
             return False
         self.breaks(ticket.row)
+        # Others with its input may have been at a death while it was here already, as no suspect.
+        known = ticket.suspicion is not None
         suspicion = self._suspicion(ticket)
         twin = ticket.instance in suspicion.instances and ticket.dispatched_s <= suspicion.last_s
         if not twin:  # the same input may be there more than once
@@ -81,7 +84,7 @@ class Quarantine:
             limits = self._limits
             enough = len(suspicion.instances) >= limits.instances_max
             enough |= suspicion.deaths >= limits.deaths_max
-            suspicion.poison = enough and not suspicion.shared
+            suspicion.poison = known and enough and not suspicion.shared
             suspicion.tokens = 0
         tokens = ticket.resumed_tokens + ticket.generated_tokens
         suspicion.tokens = max(suspicion.tokens, tokens, delivered)
@@ -128,14 +131,15 @@ class Quarantine:
             self.clear(ticket)
 
     def clear(self, ticket: Ticket) -> None:
-        """It did what it died of, and lives."""
+        """It did what its input died of, and lives: so much for all that have the same input."""
         suspicion = ticket.suspicion
-        if suspicion is None:
-            return
+        if self._suspects and ticket.input_hash is not None:
+            suspicion = self._suspects.pop(ticket.input_hash(), suspicion)
+        if suspicion is not None:
+            suspicion.deaths = 0
+            suspicion.instances.clear()
         self.leaves(ticket)
         ticket.suspicion = None
-        if ticket.input_hash is not None:
-            self._suspects.pop(ticket.input_hash(), None)
 
     def may_go(self, ticket: Ticket, places: int, now: float) -> bool:
         """Whether a suspect may go on: as many as there are ``places`` (instances that could take

@@ -184,6 +184,20 @@ async def test_with_a_twentieth_of_attempts_failing_nearly_every_call_succeeds(
     assert attempts <= 660
 
 
+async def test_one_layer_alone_tries_again(client: MeshClient, running: Mesh) -> None:
+    """A request that each instance fails once: were it made again below the scheduler, it would
+    succeed; above it, there would be a second call."""
+    one = fresh_id("once")
+    running.faults({"request_id": one, "fail_after": 0, "times": 1}, on=INSTANCES)
+    retries = await asyncio.to_thread(running.edge_stat, "upstream_rq_retry")
+    calls = await asyncio.to_thread(running.edge_stat, "upstream_rq_total")
+    answer = await client.generate(request_id=one, sampling=SHORT)
+    assert answer.refused.metadata["attempts"] == "3"
+    assert await asyncio.to_thread(running.edge_stat, "upstream_rq_retry") == retries
+    assert await asyncio.to_thread(running.edge_stat, "upstream_rq_total") == calls + 1
+    assert (await client.generate(request_id=one, sampling=SHORT)).ok.finished.attempts == 1
+
+
 async def test_an_input_that_kills_engines_meets_three_at_most_and_nobody_else_is_harmed(
     client: MeshClient, running: Mesh
 ) -> None:

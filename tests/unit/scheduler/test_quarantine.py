@@ -16,6 +16,7 @@ from scheduler_svc.domain.model import (
     Outcome,
     Refusal,
     Ticket,
+    TicketState,
 )
 from sluice.errors import Code
 from tests.unit.scheduler.scheduling import NO_SHARE, SEARCH, THOROUGH, Bench, a_ticket
@@ -216,6 +217,27 @@ def test_the_same_input_twice_on_one_instance_is_one_death() -> None:
     bench.turn()
     for ticket in twins:
         assert bench.scheduler.failed(ticket.id, 1, DOWN, 0.0, False) == "requeued"
+
+
+def test_an_input_that_is_everywhere_is_not_taken_for_poison() -> None:
+    """Many send the same: copies of it are at every death, and were there before the first."""
+    bench = a_bench("a", "b", sequences_max=100)
+    copies = [an_input("popular") for _ in range(8)]
+    bench.submit(*copies)
+    bench.turn()
+    for name in "ab":
+        bench.now += 1.0
+        for ticket in [one for one in copies if one.instance == name and one.attempt == 1]:
+            result = bench.scheduler.failed(ticket.id, 1, DOWN, bench.now, False)
+            assert result == "requeued"
+    other = an_input("popular")
+    assert bench.scheduler.submit(other, bench.now) is None
+    bench.now += 5.0
+    bench.up("c", sequences_max=100)
+    bench.turn()
+    ended = next(one for one in [*copies, other] if one.state is TicketState.RUNNING)
+    bench.scheduler.ended(ended.id, ended.attempt, bench.now)
+    assert bench.scheduler.snapshot().suspected == 0
 
 
 def test_what_is_remembered_is_bounded() -> None:
