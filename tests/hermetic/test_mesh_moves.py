@@ -3,7 +3,7 @@
 Goal: the client of the one that moves sees a pause and nothing else; urgent work does not wait for
 batch work to end; an instance that is told to stop does not wait for long streams.
 Method: two instances of one sequence each, real processes, SIGTERM. Oracle: the answer without a
-fault, which is a function of the whole token prefix. PITFALLS 28.
+fault, which is a function of the whole token prefix.
 """
 
 from __future__ import annotations
