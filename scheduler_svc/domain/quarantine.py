@@ -12,6 +12,8 @@ A death is an engine or a stream that broke with attempts in it (``DEATHS``). Ru
    suspect, is poison: it ends with a typed error and is refused for ``quarantine_s``. With a third
    death the same instance counts too, for there may be one only.
 
+A lost connection is taken for a death until the instance reports with the engine that it had.
+
 So at most three instances meet it: two, when it is kept apart in time. An innocent needs two deaths
 around it within a few tokens, alone among suspects each time, to be taken for poison.
 
@@ -22,7 +24,7 @@ there. Bounded by ``inputs_max``, the oldest out first. Pure; ``now`` never goes
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -31,6 +33,8 @@ from scheduler_svc.domain.model import FaultKind, InstanceName, Line, Ticket, Ti
 from scheduler_svc.ports import Mask
 
 DEATHS: Final = frozenset((FaultKind.LOST_CONNECTION, FaultKind.ENGINE_DOWN))
+# A report that comes sooner than this after a loss may have been sent before it.
+PROOF_S: Final = 0.5
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +59,10 @@ class Quarantine:
         self._poison: OrderedDict[bytes, float] = OrderedDict()  # until when, oldest first
         self._loose: dict[TicketId, Ticket] = {}  # suspects in the queue or on an instance
         self._aboard: defaultdict[int, dict[TicketId, Ticket]] = defaultdict(dict)  # by row
+        # Suspected of what may have been the loss of a connection only, by instance.
+        self._unproven: defaultdict[InstanceName, deque[Suspicion]] = defaultdict(
+            lambda: deque(maxlen=limits.inputs_max)
+        )
         self.convicted = 0
 
     def refuses(self, ticket: Ticket, now: float) -> bool:
@@ -86,11 +94,27 @@ class Quarantine:
             enough |= suspicion.deaths >= limits.deaths_max
             suspicion.poison = known and enough and not suspicion.shared
             suspicion.tokens = 0
+            if kind is FaultKind.LOST_CONNECTION:
+                self._unproven[ticket.instance].append(suspicion)
         tokens = ticket.resumed_tokens + ticket.generated_tokens
         suspicion.tokens = max(suspicion.tokens, tokens, delivered)
         suspicion.last_s = now
         self._remember(ticket, suspicion, now)
         return suspicion.poison
+
+    def lived(self, instance: InstanceName, now: float) -> None:
+        """It reports, with the engine that it had: a connection was lost, and nobody died."""
+        suspicions = self._unproven.get(instance)
+        if suspicions is None or now < suspicions[-1].last_s + PROOF_S:
+            return
+        for suspicion in self._unproven.pop(instance):
+            if instance in suspicion.instances:
+                suspicion.instances.discard(instance)
+                suspicion.deaths -= 1
+
+    def is_gone(self, instance: InstanceName) -> None:
+        """It has another engine, or is no part of the fleet: what was lost there was a death."""
+        self._unproven.pop(instance, None)
 
     def breaks(self, row: int) -> None:
         """The instance of a row died: two suspects in one place prove nothing."""

@@ -336,6 +336,9 @@ class Scheduler:
             self._estimates.saw_prefill(report.model, report.prompt_tokens_per_s, now)
         if known is not None and report.epoch != known.report.epoch:
             self._forget_prefixes(known)
+            self._quarantine.is_gone(report.name)
+        elif report.serving:
+            self._quarantine.lived(report.name, now)
         instance = self._fleet.report(report, now)
         if instance is None:
             self._fleet_full += 1
@@ -394,6 +397,7 @@ class Scheduler:
         known = self._fleet.get(instance)
         if known is not None:
             self._forget_prefixes(known)
+            self._quarantine.is_gone(instance)
             self._fleet.remove(known)
 
     def bar(self, instance: InstanceName, barred: bool, now: float) -> None:

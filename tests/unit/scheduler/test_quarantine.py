@@ -240,6 +240,23 @@ def test_an_input_that_is_everywhere_is_not_taken_for_poison() -> None:
     assert bench.scheduler.snapshot().suspected == 0
 
 
+@pytest.mark.parametrize("same_engine", [True, False])
+def test_a_connection_that_was_cut_is_no_death(same_engine: bool) -> None:
+    bench = a_bench("a", "b")
+    ticket = an_input("x")
+    bench.submit(ticket)
+    (effect,) = bench.turn()
+    first = effect.instance
+    lost = FaultKind.LOST_CONNECTION
+    assert bench.scheduler.failed(ticket.id, 1, lost, 0.0, False) == "requeued"
+    assert len(bench.turn()) == 1
+    bench.up(first, sequences_max=8)  # sent before, for all that one knows
+    bench.now = 1.0
+    bench.up(first, sequences_max=8, epoch="" if same_engine else "2")
+    result = bench.scheduler.failed(ticket.id, 2, DOWN, 1.0, False)
+    assert (result == "requeued") == same_engine
+
+
 def test_what_is_remembered_is_bounded() -> None:
     bench = a_bench("a", "b", poison=replace(POISON, inputs_max=8), sequences_max=100)
     for number in range(50):
