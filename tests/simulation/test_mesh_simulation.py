@@ -40,7 +40,7 @@ def simulate(*arguments: str) -> None:
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("seeds", ["0-49", "50-99", "100-149", "150-199"])
 def test_the_mesh_keeps_its_promises_under_faults(seeds: str) -> None:
-    simulate(seeds)
+    simulate(seeds, "--stop")
 
 
 @pytest.mark.timeout(LIMIT_S)
