@@ -150,7 +150,7 @@ REQUEST_TIME = _histogram(
 )
 
 AGENT_VERDICTS = _counter(
-    "sluice.agent.verdicts", "{request}", "What the agent gate said.", "path", "reason"
+    "sluice.agent.verdicts", "{request}", "What the agent gate said.", "verdict", "reason"
 )
 AGENT_NOT_NEEDED = _counter(
     "sluice.agent.not_needed", "{run}", "Runs for which a direct call would have done.", "tenant"

@@ -95,7 +95,7 @@ class AgentPath:
 
     def _read_verdicts(self) -> Iterator[tuple[int, Labels]]:
         for (path, reason), count in list(self.verdicts.items()):
-            yield count, {"path": path.value, "reason": reason.value.lower()}
+            yield count, {"verdict": path.value, "reason": reason.value.lower()}
 
     def _read_not_needed(self) -> Iterator[tuple[int, Labels]]:
         for tenant, count in list(self.not_needed.items()):
