@@ -54,7 +54,7 @@ class Times:
 
     warmup_s: float = 6.0
     measured_s: float = 24.0
-    tail_s: float = 8.0
+    tail_s: float = 7.0
     busy_s: float = 10.0
 
     @property
@@ -92,19 +92,18 @@ def peers(profile: Profile, scratch: Path) -> list[Gateway]:
     lines = ["classes:"]
     for cls, name in zip(order, names, strict=True):
         load = profile.classes[cls]
-        wait_s = load.slo.ttft_s if load.slo.ttft_s < load.client_s else load.client_s
         lines += [
             f"  {name}:",
             f"    reserved_floor: {int(slots * load.reserved)}",
             "    reserved_per_slot: 0.0",
             "    queue_size: 10000",
-            f"    queue_timeout_secs: {max(1, int(wait_s))}",
+            f"    queue_timeout_secs: {max(1, int(load.limit_s))}",
             f"    starvation_threshold_secs: {max(1, int(load.client_s))}",
             f"    can_preempt: {'true' if cls is PriorityClass.CRITICAL else 'false'}",
         ]
     config = scratch / "smg-priorities.yaml"
     config.write_text("\n".join(lines) + "\n")
-    queue_s = int(profile.classes[PriorityClass.INTERACTIVE].slo.ttft_s)
+    queue_s = max(1, int(profile.classes[PriorityClass.INTERACTIVE].limit_s))
     limits = ("--max-concurrent-requests", str(slots))
     return [
         Gateway(

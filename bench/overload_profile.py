@@ -36,11 +36,13 @@ CAPACITY_QUEUE = 64  # requests that wait in each engine while its capacity is t
 
 @dataclass(frozen=True)
 class ClassLoad:
-    """``share`` of the requests; ``slo``: what it promises; ``client_s``: a client leaves then;
-    ``guaranteed``: share of our dispatches; ``reserved``: share of smg's slots."""
+    """``share`` of the requests; ``slo``: what it promises; ``limit_s``: what gateways are told of
+    it, a little less; ``client_s``: a client leaves then; ``guaranteed``: share of our dispatches;
+    ``reserved``: share of smg's slots."""
 
     share: float
     slo: Slo
+    limit_s: float
     client_s: float
     guaranteed: float
     reserved: float
@@ -126,6 +128,7 @@ def read_profile(path: Path = PROFILE) -> Profile:
             PriorityClass[name.upper()]: ClassLoad(
                 table["share"],
                 Slo(table["ttft_s"] or math.inf, table["tpot_factor"] or math.inf),
+                round(load["limit_share"] * table["ttft_s"], 3) or table["client_s"],
                 table["client_s"],
                 table["guaranteed"],
                 table["reserved"],
@@ -141,7 +144,7 @@ def class_settings(profile: Profile) -> dict[str, float]:
     found: dict[str, float] = {}
     for cls, load in profile.classes.items():
         name = cls.name.lower()
-        found[f"first_token_{name}_s"] = min(load.slo.ttft_s, load.client_s)
+        found[f"first_token_{name}_s"] = load.limit_s
         if cls is not PriorityClass.CRITICAL:
             found[f"share_{name}"] = load.guaranteed
     return found

@@ -106,7 +106,7 @@ def test_a_prompt_has_the_tokens_that_it_should_and_a_beginning_of_its_own() -> 
 
 def test_our_configuration_says_what_the_classes_promise(profile: Profile) -> None:
     text = mesh_config(profile)
-    assert "first_token_critical_s = 1.0" in text
+    assert "first_token_critical_s = 0.9" in text
     assert "share_batch = 0.1" in text
     assert text.count("[[instance]]") == profile.instances
     assert f"decode_step_ms = {profile.kind.decode_step_ms}" in text
