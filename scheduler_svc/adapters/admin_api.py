@@ -210,6 +210,8 @@ class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
         )
         if not status.reachable:
             entry.reason = "the load watch does not answer"
+        elif status.gpu_fault:
+            entry.reason = "a GPU reports errors; restart the service once it is well"
         load = self._fleet.reports.get(name)
         age_s = now - self._fleet.reported_at_s.get(name, now)
         set_duration(entry.report_age, max(0.0, age_s))
@@ -219,9 +221,11 @@ class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
 
 
 def state_of(status: InstanceStatus) -> str:
-    """``serving``, ``draining``, ``starting`` or ``down``."""
+    """``serving``, ``draining``, ``excluded``, ``starting`` or ``down``."""
     if not status.reachable:
         return "down"
     if not status.serving:
         return "starting"
+    if status.gpu_fault:
+        return "excluded"
     return "draining" if status.draining else "serving"

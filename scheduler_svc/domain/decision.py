@@ -130,12 +130,12 @@ def closed_by(instance: Instance, line: Line, stale_open: bool) -> str:
         return "model"
     if instance.removed or not report.serving or not instance.reachable:
         return "health"
+    if instance.gpu_fault:
+        return "gpu_fault"
     if instance.drains:
         return "drain"
     if instance.barred or instance.breaker.state is BreakerState.OPEN:
         return "breaker"
-    if instance.gpu_fault:
-        return "gpu_fault"
     return "stale" if instance.stale and not stale_open else ""
 
 

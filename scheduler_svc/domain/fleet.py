@@ -77,8 +77,8 @@ class Instance:
 
     @property
     def drains(self) -> bool:
-        """Whether it starts nothing more, for whatever reason."""
-        return self.draining or self.drained_by_hand
+        """Whether it starts nothing more, and what would run on for long leaves it."""
+        return self.draining or self.drained_by_hand or self.gpu_fault
 
     @property
     def gpu_fault(self) -> bool:
@@ -514,7 +514,6 @@ class Fleet:
             and not instance.removed
             and not instance.barred
             and instance.breaker.state is not BreakerState.OPEN
-            and not instance.gpu_fault
             and fresh
         )
         state = (

@@ -19,6 +19,7 @@ class InstanceStatus:
     model: str
     serving: bool
     draining: bool
+    gpu_fault: bool
     reachable: bool
     stale: bool
     simulated: bool
@@ -39,6 +40,7 @@ class InstanceStatus:
             model=instance.report.model,
             serving=instance.report.serving and not instance.removed,
             draining=instance.drains,
+            gpu_fault=instance.gpu_fault,
             reachable=instance.reachable,
             stale=instance.stale,
             simulated=instance.report.simulated,

@@ -9,6 +9,7 @@ from scheduler_svc.domain.model import (
     Dispatch,
     Effect,
     FaultKind,
+    GpuState,
     InstanceName,
     Outcome,
     PriorityClass,
@@ -418,11 +419,13 @@ def test_one_who_has_two_reasons_to_go_is_asked_once() -> None:
 def draining(bench: Bench, how: str) -> None:
     if how == "operator":
         assert bench.scheduler.drain_instance(A, True, bench.now)
+    elif how == "gpu fault":
+        bench.up("a", gpus=GpuState(xid_errors=1), step_ms=20.0)
     else:
         bench.up("a", draining=True, step_ms=20.0)
 
 
-@pytest.mark.parametrize("how", ["operator", "report"])
+@pytest.mark.parametrize("how", ["operator", "report", "gpu fault"])
 def test_what_would_run_on_for_long_leaves_an_instance_that_drains(how: str) -> None:
     """With 20 ms a token: 1,000 tokens are long, 100 are not."""
     bench = Bench("a", drain_run_max_s=5.0)
