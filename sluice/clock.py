@@ -9,6 +9,7 @@ before a jump. A loop that would wait for ever raises :class:`NothingLeftError` 
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
@@ -66,7 +67,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._now = START_S
         self.threads = 0  # calls that run in threads now
         super().__init__(_JumpingSelector(self))
-        self._clock_resolution = 1e-9
+        self._sharpen()
 
     def time(self) -> float:
         return self._now
@@ -76,10 +77,17 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         scheduled: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
         # To the timer's own number: adding a difference to the clock may fall short of it.
         self._now = scheduled[0].when() if scheduled else self._now + seconds
+        self._sharpen()
 
     def stall(self, seconds: float) -> None:
         """Moves the clock as a stopped process or a long callback does: timers fire late."""
         self._now += seconds
+        self._sharpen()
+
+    def _sharpen(self) -> None:
+        """A timer is due at its own time and no float earlier: code that waits for a time would see
+        it not come yet, wait again, and turn for ever while the clock stands."""
+        self._clock_resolution = math.ulp(self._now)
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts

@@ -19,6 +19,7 @@ from tests.simulation.mesh import TENANTS, Mesh, SchedulerProcess, key_of
 from tests.simulation.network import Channel, Node
 from tests.simulation.oracle import Expected, expected
 
+DIMENSIONS: Final = 4
 CLASSES: Final = (
     policy_pb2.PRIORITY_CLASS_CRITICAL,
     policy_pb2.PRIORITY_CLASS_INTERACTIVE,
@@ -70,6 +71,7 @@ class Plan:
     leave_s: float | None = None
     pause_s: float = 0.0
     whole: bool = False
+    embed: bool = False
 
 
 def make_plan(source: random.Random, number: int, arrivals_s: float, models: list[str]) -> Plan:
@@ -90,6 +92,7 @@ def make_plan(source: random.Random, number: int, arrivals_s: float, models: lis
         leave_s=source.choice((0.0, 0.05, 0.4, 1.5, 4.0)) * roll() if roll() < 0.3 else None,
         pause_s=source.choice((0.3, 1.0, 8.0)) if roll() < 0.08 else 0.0,
         whole=roll() < 0.15,
+        embed=roll() < 0.06,
     )
 
 
@@ -140,7 +143,10 @@ class Client:
         outcome = "LEFT"
         try:
             async with asyncio.timeout(plan.leave_s):
-                await (self._whole(stub) if plan.whole else self._stream(stub))
+                if plan.embed:
+                    await self._embed(stub)
+                else:
+                    await (self._whole(stub) if plan.whole else self._stream(stub))
                 outcome = "FINISHED"
         except TimeoutError:
             pass
@@ -233,6 +239,17 @@ class Client:
         for finish in finished.outputs:
             assert finish.finish_reason == result_pb2.FINISH_REASON_LENGTH
             got.check(finish.index, whole=True)
+
+    async def _embed(self, stub: Any) -> None:
+        plan = self.plan
+        request = generate_pb2.EmbedRequest(
+            request_id=plan.request_id,
+            model=plan.model,
+            texts=[plan.text, "x"],
+            priority_class=plan.priority_class,
+        )
+        answer = await stub.Embed(request, timeout=plan.timeout_s, metadata=self._metadata)
+        assert [len(one.values) for one in answer.embeddings] == [DIMENSIONS, DIMENSIONS]
 
     async def _whole(self, stub: Any) -> None:
         plan, got = self.plan, self._got()

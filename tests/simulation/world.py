@@ -13,7 +13,7 @@ from typing import Final
 from inference_svc.adapters.engine_host import EngineFailedError
 from inference_svc.adapters.simulated.profile import SimulatedProfile
 from sluice.common.v1 import policy_pb2
-from tests.simulation.client import Client, Plan, make_plan
+from tests.simulation.client import DIMENSIONS, Client, Plan, make_plan
 from tests.simulation.clockwork import SimulationLoop, run
 from tests.simulation.faults import Faults
 from tests.simulation.journal import Journal
@@ -212,6 +212,7 @@ class World:
 def _profile(source: random.Random, model: str) -> SimulatedProfile:
     return SimulatedProfile(
         model=model,
+        embedding_dimensions=DIMENSIONS,
         weights=source.choice(("", "", "", "other")),
         decode_step_ms=source.choice((40.0, 60.0, 100.0)),
         decode_step_ms_per_sequence=source.choice((0.0, 2.0)),

@@ -80,3 +80,19 @@ def test_the_same_scenario_runs_the_same_way_twice() -> None:
         return trace
 
     assert run_virtual(scenario()) == run_virtual(scenario())
+
+
+def test_a_timer_that_is_a_hair_ahead_does_not_come_early(virtual_loop: VirtualTimeLoop) -> None:
+    """Mutant seen to fail: a fixed resolution of a nanosecond."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(3):
+            due_at = loop.time() + 1e-12
+            come = asyncio.Event()
+            loop.call_at(due_at, come.set)
+            await come.wait()
+            assert loop.time() >= due_at
+            await asyncio.sleep(3_000.0)
+
+    virtual_loop.run_until_complete(main())
