@@ -100,6 +100,12 @@ buf: $(BASE) $(DEV) protos ## Check the protos: lint, and compatibility with the
 	@$(VENV)/bin/buf lint $(IMAGE) --path sluice
 	@$(if $(REVIEWED),$(VENV)/bin/buf breaking $(IMAGE) --against $(REVIEWED) --path sluice,echo "buf: no reviewed contracts yet")
 
+.PHONY: freeze
+freeze: $(BASE) $(DEV) protos ## Freeze the contracts, after a review: protos/contracts-N.binpb (N=2)
+	@$(if $(N),,$(error say which: make freeze N=2))
+	@$(VENV)/bin/buf build $(IMAGE) --exclude-source-info -o protos/contracts-$(N).binpb
+	@echo "protos/contracts-$(N).binpb: commit it; make buf compares with it from now on"
+
 .PHONY: test
 test: env protos $(ENGINE_MODEL) ## Run every test (ENGINE=simulated: without those that need vLLM)
 	@$(PYTHON) -m pytest $(if $(filter simulated,$(ENGINE)),-m "not vllm") $(TEST_ARGS)
