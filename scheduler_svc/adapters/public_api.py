@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any, Final, TypeAlias, cast
 
 import grpc
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from scheduler_svc.adapters import agent_path, translate
 from scheduler_svc.adapters.answers import deltas_due, finished, started, whole_answer
@@ -56,6 +55,7 @@ from sluice.inference.v1 import inference_pb2
 from sluice.scheduler.v1 import generate_pb2, records_pb2, runs_pb2, scheduler_pb2_grpc
 from sluice.status import from_rpc_error
 from sluice.telemetry import current_tracestate
+from sluice.timestamps import unix_seconds
 
 _OUTCOMES: Final = {
     Code.INVALID_ARGUMENT: Outcome.INVALID,
@@ -249,10 +249,12 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> records_pb2.GetUsageResponse:
         """See scheduler.proto. What ended within the last second or so may be missing."""
         tenant = self._tenants.tenant(_header(context, "authorization"))
-        end_s = to_unix(request.end_time) if request.HasField("end_time") else time.time()
+        end_s = time.time()
+        if request.HasField("end_time"):
+            end_s = unix_seconds(request.end_time, "end_time")
         begin_s = end_s - USAGE_DEFAULT_S
         if request.HasField("begin_time"):
-            begin_s = to_unix(request.begin_time)
+            begin_s = unix_seconds(request.begin_time, "begin_time")
         if not 0 <= end_s - begin_s <= USAGE_MAX_S:
             raise invalid("end_time", "must be 0 to 31 days after begin_time")
         records = await self._usage.query(tenant.name, begin_s, end_s)
@@ -300,9 +302,8 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             domain = self._gate.domain
             ticket = self._ticket(caller, model, source.size_bytes, context)
             ticket.gate_reason = gate_reason
-            ticket.prompt_tokens = source.tokens or domain.expected_prompt_tokens(
-                model, source.size_bytes
-            )
+            tokens = source.tokens or domain.expected_prompt_tokens(model, source.size_bytes)
+            ticket.prompt_tokens = domain.readable_tokens(model, tokens)
             ticket.output_tokens = output.count * domain.expected_output_tokens(
                 caller.tenant.name, model, output.tokens_max
             )
@@ -563,11 +564,6 @@ def _header(context: Context, name: str) -> str | None:
         if key == name and isinstance(value, str):
             return value
     return None
-
-
-def to_unix(when: Timestamp) -> float:
-    """Seconds since 1970."""
-    return when.seconds + when.nanos / 1e9
 
 
 def _trace(traceparent: str) -> tuple[tuple[str, str], ...]:

@@ -33,6 +33,7 @@ from sluice.state.v1 import (
     tenants_pb2_grpc,
 )
 from sluice.status import from_rpc_error
+from sluice.timestamps import unix_seconds
 
 T = TypeVar("T")
 
@@ -97,7 +98,7 @@ class StateAdmin:
         )
         key.create_time.GetCurrentTime()
         if request.HasField("expire_time"):
-            if request.expire_time.ToNanoseconds() <= time.time_ns():
+            if unix_seconds(request.expire_time, "expire_time") <= time.time():
                 raise invalid("expire_time", "must be in the future")
             key.expire_time.CopyFrom(request.expire_time)
         await _call(

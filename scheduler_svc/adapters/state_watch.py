@@ -26,7 +26,7 @@ from scheduler_svc.domain.model import InstanceName, PriorityClass
 from sluice import logs
 from sluice.channels import ending
 from sluice.common.v1 import policy_pb2
-from sluice.errors import Code
+from sluice.errors import Code, SluiceError
 from sluice.health import Component
 from sluice.quota.exchange import Limits
 from sluice.state.v1 import (
@@ -38,6 +38,7 @@ from sluice.state.v1 import (
     tenants_pb2_grpc,
 )
 from sluice.status import from_rpc_error
+from sluice.timestamps import unix_seconds
 
 PAUSE_MIN_S: Final = 0.1
 PAUSE_MAX_S: Final = 1.0  # the service is found again within this and a connection attempt
@@ -142,7 +143,7 @@ class StateWatch:
 
     def _tenants_changed(self, change: tenants_pb2.WatchTenantsResponse) -> None:
         tenants = list(self._read(change.tenants))
-        keys = [read_key(key) for key in change.keys]
+        keys = list(self._read_keys(change.keys))
         if not change.snapshot:
             # What is gone comes with the first part: nobody loses rights later than others.
             self._tenants.change(tenants, keys, change.deleted_tenants, change.deleted_keys)
@@ -164,6 +165,14 @@ class StateWatch:
                 log.error("tenant refused; the last good stays", problem=str(error))
                 if (known := self._tenants.named(message.name)) is not None:
                     yield known
+
+    def _read_keys(self, messages: Iterable[tenants_pb2.TenantKey]) -> Iterable[Key]:
+        for message in messages:
+            try:
+                yield read_key(message)
+            except SluiceError as error:
+                self._tenants.reloads_failed += 1
+                log.error("key refused", key_id=message.key_id, problem=str(error))
 
     def _aliases_changed(self, change: aliases_pb2.WatchAliasesResponse) -> None:
         self._aliases.change(
@@ -240,8 +249,8 @@ def tenant_message(tenant: Tenant) -> tenants_pb2.Tenant:
 
 
 def read_key(message: tenants_pb2.TenantKey) -> Key:
-    """The key in a message."""
-    expires_s = message.expire_time.ToNanoseconds() / 1e9
+    """The key in a message. INVALID_ARGUMENT: its time is none."""
+    expires_s = unix_seconds(message.expire_time, "expire_time")
     return Key(
         message.key_id,
         message.tenant,

@@ -12,6 +12,7 @@ from sluice.common.v1 import policy_pb2
 from sluice.errors import invalid, not_found
 from sluice.quota.exchange import AMOUNT_MAX
 from sluice.state.v1 import tenants_pb2, tenants_pb2_grpc
+from sluice.timestamps import unix_seconds
 from state_svc.adapters.registry_watch import Change, RegistryWatch
 from state_svc.adapters.store_errors import store_errors
 from state_svc.domain.names import check_model, check_tenant
@@ -155,6 +156,8 @@ def _check_key(key: tenants_pb2.TenantKey, where: str) -> None:
         raise invalid(f"{where}.sha256", f"must be {SHA256_BYTES} bytes")
     if len(key.label) > LABEL_CHARS_MAX:
         raise invalid(f"{where}.label", f"at most {LABEL_CHARS_MAX} characters")
+    unix_seconds(key.create_time, f"{where}.create_time")
+    unix_seconds(key.expire_time, f"{where}.expire_time")
 
 
 def _checked(given: tenants_pb2.Tenant, where: str) -> tenants_pb2.Tenant:

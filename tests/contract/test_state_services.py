@@ -131,6 +131,10 @@ async def test_keys_are_unique_over_tenants_and_need_one(channel: grpc.aio.Chann
     assert await refusal(put("k2", "b", b"1" * 32)) == ("ALREADY_EXISTS", "ALREADY_EXISTS")
     assert await refusal(put("k2", "c", b"2" * 32)) == ("NOT_FOUND", "TENANT_UNKNOWN")
     assert (await refusal(put("k2", "a", b"2" * 31)))[0] == "INVALID_ARGUMENT"
+    endless = tenants_pb2.TenantKey(key_id="k3", tenant="a", sha256=b"3" * 32)
+    endless.expire_time.seconds = 2**62
+    call = stub.PutKey(tenants_pb2.PutKeyRequest(key=endless))
+    assert (await refusal(call))[0] == "INVALID_ARGUMENT"
     await stub.DeleteKey(tenants_pb2.DeleteKeyRequest(key_id="k1"))
     again = stub.DeleteKey(tenants_pb2.DeleteKeyRequest(key_id="k1"))
     assert await refusal(again) == ("NOT_FOUND", "KEY_UNKNOWN")

@@ -199,6 +199,27 @@ async def test_a_key_that_is_void_already_is_refused(rig: Rig) -> None:
         await rig.key("dev", expire_time=Timestamp(seconds=1))
 
 
+@pytest.mark.parametrize("time", [{"seconds": 2**62}, {"nanos": -1}], ids=str)
+async def test_a_key_whose_end_is_no_time_is_refused_by_field(
+    rig: Rig, time: dict[str, int]
+) -> None:
+    with pytest.raises(SluiceError) as raised:
+        await rig.key("dev", expire_time=Timestamp(**time))
+    assert [one.field for one in raised.value.fields] == ["expire_time"]
+
+
+async def test_a_stored_key_whose_end_is_no_time_opens_nothing_and_stops_nothing(
+    rig: Rig, state: State
+) -> None:
+    bad = tenants_pb2.TenantKey(key_id="bad", tenant="dev", sha256=bytes.fromhex(key_hash("bad")))
+    bad.expire_time.seconds = 2**62
+    await state.registry.put(Kind.KEYS, "dev/bad", bad.SerializeToString())
+    await rig.until(lambda: rig.tenants.reloads_failed == 1)
+    good = await rig.key("dev")
+    await rig.until(lambda: rig.who(good.key) == "dev")
+    assert rig.who("bad") == ""
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
