@@ -6,26 +6,27 @@ local known = redis.call('HGET', KEYS[1], name)
 local version = known and tonumber(string.match(known, '^(%d+) ')) or 0
 if expected >= 0 and version ~= expected then return {'VERSION'} end
 
-local function forget(records, unique, which)
-  redis.call('HDEL', records, which)
+-- In one pass over the unique values, however many records go: the store answers nobody meanwhile.
+local function forget(records, unique, gone)
+  for which in pairs(gone) do redis.call('HDEL', records, which) end
   local all = redis.call('HGETALL', unique)
   for i = 1, #all, 2 do
-    if all[i + 1] == which then redis.call('HDEL', unique, all[i]) end
+    if gone[all[i + 1]] then redis.call('HDEL', unique, all[i]) end
   end
 end
 
 if op == 'delete' then
   if not known then return {'ABSENT'} end
-  forget(KEYS[1], KEYS[2], name)
+  forget(KEYS[1], KEYS[2], {[name] = true})
   if KEYS[4] then
-    local prefix, found = name .. '/', false
+    local prefix, children = name .. '/', {}
     for _, child in ipairs(redis.call('HKEYS', KEYS[4])) do
-      if string.sub(child, 1, #prefix) == prefix then
-        forget(KEYS[4], KEYS[5], child)
-        found = true
-      end
+      if string.sub(child, 1, #prefix) == prefix then children[child] = true end
     end
-    if found then redis.call('INCR', KEYS[6]) end
+    if next(children) then
+      forget(KEYS[4], KEYS[5], children)
+      redis.call('INCR', KEYS[6])
+    end
   end
   redis.call('INCR', KEYS[3])
   return {'OK', 0}

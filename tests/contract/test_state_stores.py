@@ -135,6 +135,17 @@ async def test_a_key_needs_its_tenant_and_goes_with_it(stores: Stores) -> None:
     await registry.put(Kind.KEYS, "ab/k1", b"", unique=("id:k1", "sha:1"))
 
 
+async def test_a_tenant_of_many_keys_is_deleted_at_once(stores: Stores) -> None:
+    # A store that is busy for longer than its time limit answers no quota either.
+    registry = stores.registry
+    await registry.put(Kind.TENANTS, "a", b"")
+    for n in range(2_000):
+        await registry.put(Kind.KEYS, f"a/k{n}", b"", unique=(f"id:k{n}", f"sha:{n}"))
+    assert await registry.delete(Kind.TENANTS, "a")
+    assert not (await registry.read(Kind.KEYS)).records
+    assert await registry.find(Kind.KEYS, "id:k1999") is None
+
+
 async def test_a_deletion_can_be_conditional(stores: Stores) -> None:
     registry = stores.registry
     version = await registry.put(Kind.TENANTS, "a", b"")
