@@ -102,6 +102,7 @@ class Fleet:
         self._free_rows = list(range(size))
         self._models: Counter[str] = Counter()  # instances that have a model,
         self._lines: Counter[Line] = Counter()  # and that can serve a line, if they are up
+        self._contexts: dict[str, float] = {}  # the longest that a model has had
         self._model_ids: dict[str, int] = {}
         self._next_model_id = 1
         self._paused: set[InstanceName] = set()
@@ -154,6 +155,11 @@ class Fleet:
     def has_model(self, model: str) -> bool:
         """Whether any instance, usable or not, has it."""
         return model in self._models
+
+    def longest_context(self, model: str) -> float:
+        """The most tokens of prompt and output that an instance of it has had since the first of
+        those known now came; ``inf`` when that is not known."""
+        return self._contexts.get(model, inf)
 
     def has_line(self, line: Line) -> bool:
         """Whether any instance, usable or not, can serve it when it is up."""
@@ -430,6 +436,7 @@ class Fleet:
         assert lines == self._lines
         assert all(count > 0 for count in (*self._models.values(), *self._lines.values()))
         assert set(self._model_ids) == set(models)
+        assert set(self._contexts) == set(models)
         assert fingerprints == self._fingerprints
         assert set(self._fingerprint_ids) == set(fingerprints)
         assert self._draining <= set(self._by_name)
@@ -457,7 +464,9 @@ class Fleet:
         credit = instance.credit_kv_tokens
         if credit is None:
             credit = kv_max if self._limits.initial_credit_sequences else 0
-        credit_free = inf if idle and credit >= kv_max else credit - load.kv_tokens
+        # One ticket larger than this scheduler's share runs where nothing else of it does: the
+        # instance takes it so, and with others' shares there would never be a larger credit.
+        credit_free = inf if credit and not load.sequences else credit - load.kv_tokens
         # A ticket is held in whole blocks, but asks in tokens.
         return min(free, credit_free) - (instance.report.kv_block_tokens or 1) + 1
 
@@ -533,6 +542,8 @@ class Fleet:
             self._stale_at_s[row] = instance.report_s + self._limits.report_stale_s
             self._stale_from_s = min(self._stale_from_s, float(self._stale_at_s[row]))
         context_tokens = float(report.context_tokens) or inf
+        if context_tokens > self._contexts.get(report.model, 0.0):
+            self._contexts[report.model] = context_tokens
         if self.context_tokens[row] != context_tokens:
             self.context_tokens[row] = context_tokens
             self.context_tokens_min = float(self.context_tokens.min())
@@ -602,6 +613,7 @@ class Fleet:
                 del self._lines[line]
         if not self._models[report.model]:
             del self._models[report.model]
+            self._contexts.pop(report.model, None)
             del self._model_ids[report.model]  # ids are never reused
             self._usable.clear()
 

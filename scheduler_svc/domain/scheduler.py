@@ -459,6 +459,12 @@ class Scheduler:
         """Tokens of a text of that size, by the ratio learnt for the model."""
         return self._estimates.prompt_tokens(model, size_bytes)
 
+    def readable_tokens(self, model: str, prompt_tokens: int) -> int:
+        """Of a prompt's tokens, as many as any instance of the model can read. A longer one is
+        refused by the instance, with exact counts; it must not wait for room that nobody has, and
+        hold up others meanwhile."""
+        return int(min(prompt_tokens, self._fleet.longest_context(model)))
+
     def expected_output_tokens(self, tenant: str, model: str, max_tokens: int | None) -> int:
         """Output tokens by what this tenant's requests of the model needed; at most max_tokens."""
         return self._estimates.output_tokens(tenant, model, max_tokens)

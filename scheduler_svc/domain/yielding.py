@@ -186,7 +186,8 @@ class Yields:
         return self._excess(instance) != (0, 0)
 
     def _excess(self, instance: Instance) -> tuple[int, int]:
-        """Sequences and KV tokens held beyond the credit, those that are leaving not counted."""
+        """Sequences and KV tokens held beyond the credit, those that are leaving not counted. One
+        sequence alone holds what it needs: elsewhere it would be as large."""
         if instance.credit_sequences is None or instance.credit_kv_tokens is None:
             return 0, 0
         load = self._ledger.load(instance.row)
@@ -197,7 +198,7 @@ class Yields:
             kv_tokens -= sum(hold.kv_held for hold in holds if hold.leaving)
         return (
             max(0, sequences - instance.credit_sequences),
-            max(0, kv_tokens - instance.credit_kv_tokens),
+            max(0, kv_tokens - instance.credit_kv_tokens) if sequences > 1 else 0,
         )
 
     def _give_back(self, instance: Instance, now: float) -> list[Ticket]:

@@ -64,6 +64,37 @@ def test_never_more_than_the_credit_runs_on_an_instance() -> None:
     assert bench.turn() == []
 
 
+def test_a_ticket_larger_than_the_credit_runs_where_nothing_else_does() -> None:
+    # With several schedulers none of them ever has the credit for all of an instance's memory.
+    bench = Bench("a")
+    bench.scheduler.credit(A, 4, 50_000, 0.0)
+    large, other = a_ticket(prompt_tokens=60_000), a_ticket()
+    bench.dispatch(other)
+    bench.submit(large)
+    assert bench.turn() == []
+    bench.scheduler.ended(other.id, 1, 0.0)
+    assert [e.ticket for e in bench.turn()] == [large]
+    bench.submit(a_ticket())
+    assert bench.turn() == []  # beyond the credit until that has ended
+    bench.scheduler.ended(large.id, 1, 0.0)
+    bench.scheduler.credit(A, 0, 0, 0.0)
+    assert bench.turn() == []  # without a credit nothing starts
+
+
+def test_a_prompt_is_never_taken_for_longer_than_every_context() -> None:
+    bench = Bench("a", report={"context_tokens": 2_000})
+    assert bench.scheduler.readable_tokens("m", 1_000_000) == 2_000
+    bench.up("b", context_tokens=4_000)
+    assert bench.scheduler.readable_tokens("m", 1_000_000) == 4_000
+    assert bench.scheduler.readable_tokens("m", 3_000) == 3_000
+    bench.up("c", model="other", context_tokens=0)  # it does not say
+    assert bench.scheduler.readable_tokens("other", 1_000_000) == 1_000_000
+    for name in ("a", "b"):
+        bench.scheduler.remove(InstanceName(name), 0.0)
+    assert bench.scheduler.readable_tokens("m", 1_000_000) == 1_000_000
+    bench.scheduler.check_invariants()
+
+
 def test_work_is_spread_over_equal_instances() -> None:
     bench = Bench("a", "b")
     bench.submit(*(a_ticket() for _ in range(8)))

@@ -123,7 +123,7 @@ class Reference:
         held = sum(min(memory, blocks(run.ticket.kv_tokens, block)) for run in runs)
         free, credit = memory - held, (known.credit[1] if known.credit else 0)
         if not runs:
-            free, credit = 10**9, (10**9 if credit >= memory else credit)
+            free, credit = 10**9, (10**9 if credit else 0)
         outstanding = sum(run.ticket.read_tokens for run in runs if not run.ticket.first_token)
         prefill = 2 * known.report.step_tokens_max - outstanding
         fits_prefill = not outstanding or not known.report.step_tokens_max

@@ -391,6 +391,16 @@ def test_a_credit_of_memory_counts_too() -> None:
     assert yields(_turn(bench)) == [cheap]
 
 
+def test_what_runs_alone_keeps_more_than_the_credit_of_memory() -> None:
+    bench = Bench("a", report={"sequences_max": 4})
+    alone = begin(bench, a_batch(prompt_tokens=1_200))
+    bench.now = 2.0
+    bench.scheduler.credit(A, 4, 600, 2.0)
+    bench.now = 5.0
+    assert _turn(bench) == []
+    assert alone.state is TicketState.RUNNING
+
+
 def test_what_is_cut_off_runs_on() -> None:
     """No way to an instance is no wish of it."""
     bench = Bench("a", report={"sequences_max": 2})
