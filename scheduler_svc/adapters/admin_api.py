@@ -102,9 +102,20 @@ class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
     ) -> admin_pb2.SetAliasResponse:
         """See admin.proto."""
         state = self._stored(context)
+        catalog = self._catalog
+        if catalog.serves(request.alias) and catalog.aliases.get(request.alias) is None:
+            # It would take the requests for the model itself, and nothing could take that back.
+            raise invalid("alias", "a model has this name")
+        works: set[tuple[bool, bool]] = set()
         for number, target in enumerate(request.targets):
-            if self._fleet.knows_all and not self._catalog.serves(target.model):
+            work = catalog.work_of(target.model)
+            if work is None and self._fleet.knows_all:
                 raise invalid(f"targets[{number}].model", "no instance serves it")
+            works |= {work} if work is not None else set()
+            if len(works) > 1:  # a share of the requests would be refused
+                raise invalid(
+                    f"targets[{number}].model", "does other work (generate, embed) than the others"
+                )
         configured = self._catalog.aliases.configured(request.alias)
         model = configured.targets[0].model if configured is not None else None
         return await state.set_alias(request, model)
@@ -140,7 +151,9 @@ class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
         known = {entry.name: entry for entry in self.status().instances}
         if request.instance not in known and request.drain:
             raise not_found(
-                "INSTANCE_UNKNOWN", "no such instance", metadata={"instance": request.instance}
+                "INSTANCE_UNKNOWN",
+                f"no such instance; there are: {', '.join(sorted(known)) or 'none'}",
+                metadata={"instance": request.instance},
             )
         if self._state is not None:
             await self._state.set_drain(request.instance, drained=request.drain)

@@ -34,6 +34,13 @@ class Catalog:
         """Whether an instance that is known serves the model."""
         return model in self._known()
 
+    def work_of(self, model: str) -> tuple[bool, bool] | None:
+        """Whether a model generates, and embeds. ``None``: no known instance serves it."""
+        described = self._known().get(model)
+        if described is None:
+            return None
+        return described.capabilities.generate, described.capabilities.embed
+
     def resolve(self, name: str, tenant: Tenant, *, embeds: bool = False) -> str:
         """The served model for a request. NOT_FOUND for a model that is unknown or not the
         tenant's, alike; FAILED_PRECONDITION for one that does not do what is asked; UNAVAILABLE

@@ -173,7 +173,7 @@ _REFUSALS: Final = {
     ),
     GateReason.NOT_AVAILABLE: (
         Code.UNAVAILABLE,
-        "this mesh has no agent service; mode AUTO is answered directly",
+        "this mesh has no agent service; mode AUTO without a session is answered directly",
     ),
 }
 

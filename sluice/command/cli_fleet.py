@@ -69,7 +69,7 @@ def set_alias(
     with open_admin(config, endpoint) as client:
         client.admin("SetAlias", request)
     shown = _targets(request.targets)
-    output().print(f"{alias} points at {shown}; schedulers follow within a second.")
+    output().print(f"{alias} points at {shown}; schedulers follow within a second.", soft_wrap=True)
 
 
 @alias_app.command("rollback")
@@ -81,7 +81,7 @@ def rollback(
 
     with open_admin(config, endpoint) as client:
         done = client.admin("RollbackAlias", admin_pb2.RollbackAliasRequest(alias=alias))
-    output().print(f"{alias} points at {_targets(done.targets)} again.")
+    output().print(f"{alias} points at {_targets(done.targets)} again.", soft_wrap=True)
 
 
 def drain(

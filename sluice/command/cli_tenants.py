@@ -26,6 +26,7 @@ from sluice.command.cli_support import (
     run_paths,
 )
 from sluice.config import ConfigError
+from sluice.errors import SluiceError
 
 if TYPE_CHECKING:
     from sluice.command.client import MeshClient
@@ -53,7 +54,11 @@ ClassOption = Annotated[
     ),
 ]
 CeilingOption = Annotated[
-    str, typer.Option(help="Highest class that it may use. Default for a new tenant: critical.")
+    str,
+    typer.Option(
+        help="Highest class that it may use. Default for a new tenant: critical.",
+        show_default=False,
+    ),
 ]
 ModelOption = Annotated[
     list[str] | None,
@@ -131,8 +136,7 @@ def add(
     _set_rights(tenant, agents, sessions, fail_open)
     path = _key_path(config, name)
     with open_admin(config, endpoint) as client:
-        request = admin_pb2.PutTenantRequest(tenant=tenant, expected_version=0)
-        client.admin("PutTenant", request)
+        _create(client, tenant)
         made = client.admin("CreateKey", admin_pb2.CreateKeyRequest(tenant=name))
     _write_key(path, made.key)
     call = shlex.join([tool_path("sluice"), "generate", "--key-file", short_path(path), "Hello"])
@@ -159,6 +163,9 @@ def change(
     """Change a tenant: what is given, and nothing else."""
     from sluice.scheduler.v1 import admin_pb2
 
+    words = (default_class, ceiling, requests_per_min, tokens_per_min, concurrent, tokens_per_day)
+    if not any(words) and all(one is None for one in (model, agents, sessions, fail_open)):
+        raise typer.BadParameter("no option says what to change; --help lists them")
     with open_admin(config, endpoint) as client:
         tenant = _named(_listed(client), name)
         _set(tenant, default_class, ceiling, model)
@@ -267,6 +274,18 @@ def _named(found: admin_pb2.ListTenantsResponse, name: str) -> admin_pb2.Tenant:
             return tenant
     known = ", ".join(tenant.name for tenant in found.tenants) or "none"
     raise ConfigError("name", f"there is no tenant {name!r}; there are: {known}")
+
+
+def _create(client: MeshClient, tenant: admin_pb2.Tenant) -> None:
+    from sluice.scheduler.v1 import admin_pb2
+
+    try:
+        client.admin("PutTenant", admin_pb2.PutTenantRequest(tenant=tenant, expected_version=0))
+    except SluiceError as error:
+        if error.reason != "VERSION_CONFLICT":
+            raise
+        known = f"there is a tenant {tenant.name!r} already; `sluice tenants set` changes it"
+        raise ConfigError("name", known) from None
 
 
 def _set(

@@ -50,7 +50,7 @@ def usage(
         ]
         typer.echo(json.dumps(documents, ensure_ascii=False, indent=2))
         return
-    table = Table("hour", "model", "requests", "ended as", box=None)
+    table = Table("hour", "model", "requests", "ended as", box=None, pad_edge=False)
     for name in ("prompt", "cached", "output", "engine s", "cost"):
         table.add_column(name, justify="right")
     for record in records:

@@ -43,6 +43,8 @@ ADVICE: Final[Mapping[str, str]] = {
     " higher class, lets it wait.",
     "NO_INSTANCE": "No instance served the model. `sluice status` shows which are up.",
     "QUOTA_EXCEEDED": "The tenant's quota was used up. It comes back with time.",
+    "QUOTA_TOO_SMALL": "It needs more than a whole quota of the tenant: waiting does not help,"
+    " a lower max_tokens may.",
     "INSTANCE_LOST": "Instances failed it. What had been delivered cannot be taken back.",
     "FIRST_TOKEN_TIMEOUT": "An instance took it and gave no first token in time.",
     "DEADLINE_EXCEEDED": "Its deadline passed.",
@@ -54,13 +56,19 @@ def story(record: records_pb2.DecisionRecord) -> Iterator[str]:
     """The lines."""
     yield from _head(record)
     yield ""
+    way = list(_way(record))
+    yield from way
+    if way:
+        yield ""
+    yield from _end(record)
+
+
+def _way(record: records_pb2.DecisionRecord) -> Iterator[str]:
     yield from _wait(record)
     for number, attempt in enumerate(record.attempts, 1):
         yield from _attempt(number, attempt)
     if record.gate_reason:
         yield f"agent path: {record.gate_reason}"
-    yield ""
-    yield from _end(record)
 
 
 def _head(record: records_pb2.DecisionRecord) -> Iterator[str]:

@@ -1,9 +1,10 @@
 """Versions of a model behind one name, changed while requests run.
 
 Goal: an alias shares requests exactly by weight, an answer says which version gave it, a change and
-its taking back reach the next requests within a second, and a tenant's models hold for alias and
-version alike. Method: one scheduler, two models on an instance each, a state service. Oracle: the
-model in each answer. Seed: none, the shares are exact.
+its taking back reach the next requests within a second, a tenant's models hold for alias and
+version alike, and what would send requests astray is refused. Method: one scheduler, two models
+that generate and one that embeds on an instance each, a state service. Oracle: the model in each
+answer. Seed: none, the shares are exact.
 
 Seen to fail on the mutants in tests/mutants: alias_always_first, alias_opens_every_version.
 """
@@ -26,7 +27,14 @@ from tests.hermetic.admin_client import AdminClient, refused
 from tests.hermetic.mesh import Shape, mesh
 from tests.hermetic.mesh_client import MeshClient, client_of
 
-SHAPE = Shape({"one": {"model": "m-v1"}, "two": {"model": "m-v2"}}, state={})
+SHAPE = Shape(
+    {
+        "one": {"model": "m-v1"},
+        "two": {"model": "m-v2"},
+        "three": {"model": "e", "generate": False, "embedding_dimensions": 8},
+    },
+    state={},
+)
 CHANGE_S = 1.0
 
 
@@ -84,11 +92,16 @@ async def test_an_alias_shares_by_weight_is_taken_back_and_says_who_answered(
             error = await refused(admin.call("SetAlias", pointing("chat", m_v3=1)))
             assert error.code is Code.INVALID_ARGUMENT
             assert [one.field for one in error.fields] == ["targets[0].model"]
+            error = await refused(admin.call("SetAlias", pointing("m-v1", m_v2=1)))
+            assert [one.field for one in error.fields] == ["alias"]
+            error = await refused(admin.call("SetAlias", pointing("chat", m_v1=9, e=1)))
+            assert [one.field for one in error.fields] == ["targets[1].model"]
             await until(client, {"m-v1"}, "chat")
             listed = await client.stub.ListModels(
                 generate_pb2.ListModelsRequest(), metadata=running.metadata
             )
             assert {one.name: list(one.aliases) for one in listed.models} == {
+                "e": [],
                 "m-v1": ["chat"],
                 "m-v2": [],
             }

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import typer
 
 from sluice.command import cli_tenants
 from sluice.command.cli_tenants import CLASSES, NONE
 from sluice.common.v1 import policy_pb2
+from sluice.config import ConfigError
+from sluice.errors import Code, SluiceError
 from sluice.scheduler.v1 import admin_pb2
 
 
@@ -77,3 +81,27 @@ def test_a_span_is_a_number_and_a_unit(text: str, seconds: int) -> None:
 def test_anything_else_is_no_span(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="90d"):
         cli_tenants._span_s(text)
+
+
+class Registry:
+    """Answers PutTenant with an error."""
+
+    def __init__(self, error: SluiceError) -> None:
+        self.error = error
+
+    def admin(self, method: str, request: object) -> None:
+        raise self.error
+
+
+def test_a_tenant_that_is_there_is_named_and_how_it_is_changed() -> None:
+    client: Any = Registry(SluiceError(Code.ABORTED, "VERSION_CONFLICT", "It was changed."))
+    with pytest.raises(ConfigError, match="'a' already; `sluice tenants set`"):
+        cli_tenants._create(client, admin_pb2.Tenant(name="a"))
+    client = Registry(SluiceError(Code.UNAVAILABLE, "STORE_UNAVAILABLE", "Gone."))
+    with pytest.raises(SluiceError, match=r"Gone\."):
+        cli_tenants._create(client, admin_pb2.Tenant(name="a"))
+
+
+def test_a_change_of_nothing_is_refused() -> None:
+    with pytest.raises(typer.BadParameter, match="no option says"):
+        cli_tenants.change("a")

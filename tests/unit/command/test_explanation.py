@@ -100,6 +100,19 @@ def test_a_wrong_request_has_no_wait_and_no_placement() -> None:
     assert not any("waited" in line or "placed" in line for line in story(record))
 
 
+def test_what_was_refused_at_entry_is_told_without_gaps() -> None:
+    record = DecisionRecord(
+        request_id="r",
+        tenant="dev",
+        model="m",
+        outcome=policy_pb2.OUTCOME_QUOTA_EXCEEDED,
+        reason="QUOTA_TOO_SMALL",
+    )
+    lines = list(story(record))
+    assert lines[2:4] == ["", "It ended: quota exceeded (QUOTA_TOO_SMALL)."]
+    assert "max_tokens" in lines[4]
+
+
 def test_every_filter_of_the_scheduler_has_words() -> None:
     constants = closed_by.__code__.co_consts
     named = {each for each in constants if isinstance(each, str) and each.isidentifier()}
