@@ -123,6 +123,13 @@ def _attach(
             f" start the one with the {topology.engine.value} engine"
         )
         return EXIT_OTHER_MESH
+    if plan is not None and _places(plan) != _places_of(topology):
+        # It would be looked for where it is not, until the time limit.
+        screen.failed(
+            "a mesh with other processes or ports is running here; `make down && make up` applies"
+            " the configuration as it is now"
+        )
+        return EXIT_OTHER_MESH
     screen.say("The mesh is already running; nothing was started.")
     if plan is not None and plan.fingerprint != topology.fingerprint:
         screen.say("Its configuration has changed since: `make down && make up` applies that.")
@@ -134,6 +141,17 @@ def _attach(
         return EXIT_FAILED
     screen.how_to(topology, paths)
     return EXIT_OK
+
+
+def _places(plan: Plan) -> dict[str, dict[str, str]]:
+    return {service.name: dict(service.ports) for service in plan.services}
+
+
+def _places_of(topology: Topology) -> dict[str, dict[str, str]]:
+    return {
+        process.name: {port.name: str(port.address) for port in process.ports}
+        for process in topology.processes
+    }
 
 
 def _end_strays(paths: RunPaths, screen: UpScreen, count: int) -> None:

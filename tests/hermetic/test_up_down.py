@@ -110,6 +110,17 @@ def test_up_for_another_engine_refuses_to_touch_the_running_mesh(mesh: LocalMesh
     assert processes.is_alive(mesh.record("chat-0").identity)
 
 
+def test_up_for_other_processes_refuses_at_once_and_leaves_the_running_mesh(
+    mesh: LocalMesh,
+) -> None:
+    up(mesh)
+    mesh.environ["SLUICE_LOCAL_SCHEDULERS"] = "2"
+    other = mesh.run(*UP)  # would wait for a scheduler that nobody starts
+    assert other.returncode == 1
+    assert "other processes or ports" in other.stderr
+    assert processes.is_alive(mesh.record("chat-0").identity)
+
+
 def test_a_busy_port_is_named_with_its_owner_and_nothing_is_started(mesh: LocalMesh) -> None:
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
