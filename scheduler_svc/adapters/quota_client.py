@@ -42,6 +42,7 @@ CALLS_MAX: Final = 4
 DRAIN_POLL_S: Final = 0.01
 STANDSTILL_S: Final = 0.1  # later than that: this process stood still
 IDLE_S: Final = 60.0  # an account that holds nothing is forgotten after this
+FORGET_INTERVAL_S: Final = 1.0
 
 log = logs.get(__name__)
 
@@ -92,7 +93,10 @@ class QuotaClient:
         self._times = times or QuotaTimes()
         self._tenants: dict[str, tuple[Limits, bool]] = {}
         self._accounts: dict[str, QuotaAccount] = {}
+        # Those that are not idle, and some that are since the last look: all that is ever due.
+        self._busy: dict[str, QuotaAccount] = {}
         self._used_at: dict[str, float] = {}
+        self._forget_at = 0.0
         self._futures: dict[Waiter, asyncio.Future[Reservation]] = {}
         self._wake = asyncio.Event()
         self._asleep_until = 0.0  # not asleep
@@ -209,6 +213,7 @@ class QuotaClient:
                 tenant, self._holder, self._times, limits, fail_open, now, self.counts
             )
             self._accounts[tenant] = account
+        self._busy[tenant] = account
         return account
 
     def _held(self, reservation: Reservation) -> QuotaAccount:
@@ -216,6 +221,9 @@ class QuotaClient:
         return self._accounts[reservation.tenant]
 
     def _forget_idle(self, now: float) -> None:
+        if now < self._forget_at:
+            return
+        self._forget_at = now + FORGET_INTERVAL_S
         idle = [
             tenant
             for tenant, account in self._accounts.items()
@@ -231,7 +239,7 @@ class QuotaClient:
         async with asyncio.TaskGroup() as group:
             while True:
                 now = self._clock()
-                for account in self._accounts.values():
+                for account in self._busy.values():
                     self._resolve(account.expire(now))
                 while self._calls < CALLS_MAX and (parts := self._due(now)):
                     self._calls += 1
@@ -255,7 +263,9 @@ class QuotaClient:
 
     async def _pause(self, now: float) -> None:
         times = [now + IDLE_S]
-        for account in self._accounts.values():
+        for tenant in [tenant for tenant, account in self._busy.items() if account.idle]:
+            del self._busy[tenant]  # every use brings it back
+        for account in self._busy.values():
             if (late := account.expires_at()) is not None:
                 times.append(late)
             if self._calls < CALLS_MAX and (due := account.due_at()) is not None:
@@ -270,12 +280,12 @@ class QuotaClient:
         self._wake.clear()
         late = self._clock() - max(min(times), now)
         if late > STANDSTILL_S:
-            for account in self._accounts.values():
+            for account in self._busy.values():
                 account.stood_still(late)
 
     def _due(self, now: float) -> list[tuple[QuotaAccount, Exchange]]:
         parts: list[tuple[QuotaAccount, Exchange]] = []
-        for account in self._accounts.values():
+        for account in self._busy.values():
             if len(parts) == TENANTS_MAX:
                 break
             made = account.compose(self._sequence + 1, now)

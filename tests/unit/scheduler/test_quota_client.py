@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from scheduler_svc.adapters.quota_client import IDLE_S, QuotaClient
-from scheduler_svc.domain.quota import QuotaTimes
+from scheduler_svc.domain.quota import QuotaAccount, QuotaTimes
 from sluice.errors import SluiceError, unavailable
 from sluice.quota.exchange import Answer, Exchange, Limits, QuotaUse
 from state_svc.adapters.memory_quota import MemoryQuotaStore
@@ -101,6 +101,34 @@ def test_a_reservation_is_settled_once_and_comes_back(run_virtual: Run) -> None:
             quota.release(never_ran)
             await asyncio.sleep(1.0)
             assert await wire.use() == QuotaUse(1, 30, 0, 30, 1)
+
+    run_virtual(scenario())
+
+
+def test_tenants_that_hold_nothing_cost_nothing(
+    run_virtual: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutant: every account is looked at whenever something happens to one."""
+    looks = 0
+    due_at = QuotaAccount.due_at
+
+    def counted(account: QuotaAccount) -> float | None:
+        nonlocal looks
+        looks += 1
+        return due_at(account)
+
+    async def scenario() -> None:
+        nonlocal looks
+        async with client(Wire(), Limits()) as quota:
+            for number in range(300):
+                quota.set_tenant(str(number), Limits(requests_per_min=9), fail_open=False)
+                quota.release(await quota.reserve(str(number), 1))
+            await asyncio.sleep(10.0)  # what was lent is given back
+            assert len(quota.accounts) == 300
+            monkeypatch.setattr(QuotaAccount, "due_at", counted)
+            quota.release(await quota.reserve("7", 1))
+            await asyncio.sleep(5.0)
+            assert 0 < looks < 100
 
     run_virtual(scenario())
 
