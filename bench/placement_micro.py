@@ -88,7 +88,7 @@ def median_us(run: Callable[[int], int], batches: int) -> float:
 
 def queue_us(waiting: int) -> tuple[float, float]:
     """Push, and take plus leave, with so many tickets waiting."""
-    queue = TicketQueue(LIMITS.classes, {}, LIMITS.tenants_idle_max)
+    queue = TicketQueue(LIMITS.classes, {}, LIMITS.tenants_idle_max, LIMITS.debts_put_off)
     for number in range(waiting):
         queue.push(ticket(number))
     line = ticket(0).line

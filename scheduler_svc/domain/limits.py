@@ -100,6 +100,10 @@ class SchedulerLimits:
     # Counters of tokens served that are kept of tenants that neither wait nor run, per model and
     # class: about 400 bytes each.
     tenants_idle_max: int = 4_096
+    # What a class is owed goes ahead of waiting critical work only when it is so many requests
+    # more than one. 0: at once, so that critical work waits for others in every burst; 16 is hardly
+    # better than 4, and makes a lower class wait that much longer under critical work without end.
+    debts_put_off: int = 4
 
     # Fleet. Columns are allocated once at this size: 4,096 rows take about 1 MB.
     instances_max: int = 4_096

@@ -7,9 +7,14 @@ says who goes next in it.
 Classes are served strictly in order, except that a class that waits is owed a named ``share`` of
 the line's work: each dispatch of a higher class adds the share of its expected tokens (output
 weighted) to what is owed, and when that reaches what the class's next ticket costs, it goes next.
-No more than that is saved up, and a class with nothing waiting is owed nothing (a deficit counter
-in tokens: deficit round robin, Shreedhar and Varghese 1995, with a strict order above it). So the
-next ticket of a class, of cost c, waits for at most c / share tokens of higher classes.
+While tickets of the highest class wait, debts are put off: a class goes ahead of those only when it
+is owed ``put_off`` more tickets as large as its next one. So a few urgent ones in a row wait for no
+lower class, whose debts are paid in the next gap between them; only urgent work without end is
+interrupted. No more than that is saved up, and a class with nothing waiting is owed nothing (a
+deficit counter in tokens: deficit round robin, Shreedhar and Varghese 1995, with a strict order
+above it). So the next ticket of a class, of cost c, waits for at most c / share tokens of higher
+classes, while the highest always waits for (1 + put_off) times that; the share in the long run is
+the same.
 
 Bounds are counted from :meth:`TicketQueue.push` to :meth:`TicketQueue.leave`. A tenant may have as
 much waiting in a class as is still free in it, so that one tenant takes half of it, n tenants take
@@ -45,14 +50,16 @@ class Usage:
 class LineQueue:
     """The classes of one line and what the lower ones are owed, in weighted tokens."""
 
-    __slots__ = ("_shares", "classes", "kv_tokens", "owed", "unsettled", "waiting")
+    __slots__ = ("_put_off", "_shares", "classes", "kv_tokens", "owed", "unsettled", "waiting")
 
     def __init__(
         self,
         shares: Mapping[PriorityClass, ClassLimits],
         weights: Mapping[str, float],
         tenants_idle_max: int,
+        put_off: int,
     ) -> None:
+        self._put_off = put_off
         self._shares = tuple(shares[cls].share for cls in CLASSES)
         self.classes = tuple(FairQueue(weights, tenants_idle_max) for _ in CLASSES)
         self.owed = [0.0] * len(CLASSES)
@@ -69,13 +76,20 @@ class LineQueue:
         self, tried: Mapping[PriorityClass, int], tries_max: int
     ) -> PriorityClass | None:
         """Whose turn it is: a class that is owed its next ticket offers that one ticket ahead of
-        its rank; else the highest with one. Not those of which ``tries_max`` were tried."""
+        its rank, ahead of the highest class only when it is owed ``put_off`` more; else the highest
+        with one. Not those of which ``tries_max`` were tried."""
+        first = CLASSES[0]
+        urgent = self.classes[first].has_next and tried.get(first, 0) < tries_max
         for cls in CLASSES:
             owed = self.owed[cls]
             if owed and not tried.get(cls):
                 head = self.classes[cls].peek()
-                if head is not None and owed >= head.work_tokens * _OWED:
-                    self.owed[cls] = float(head.work_tokens)  # no more is saved up
+                if head is None:
+                    continue
+                cost = head.work_tokens
+                most = cost * (1 + self._put_off)
+                if owed >= (most if urgent else cost) * _OWED:
+                    self.owed[cls] = min(owed, float(most))  # no more is saved up
                     return cls
         for cls in CLASSES:
             if self.classes[cls].has_next and tried.get(cls, 0) < tries_max:
@@ -101,10 +115,11 @@ class LineQueue:
             owed = max(0.0, ahead + ticket.work_tokens - self.owed[cls])
             higher = min(higher, owed / share)
         ahead += higher
-        if ahead:
-            lower = CLASSES[cls + 1 :]
-            ahead += sum(min(self.classes[c].work, self._shares[c] * ahead) for c in lower)
-        return ahead
+        # Of what lower ones are owed meanwhile, that much is put off; as if all were of its size.
+        put_off = self._put_off * ticket.work_tokens if cls is CLASSES[0] else 0
+        lower = CLASSES[cls + 1 :]
+        owed_to = (min(self.classes[c].work, self._shares[c] * ahead - put_off) for c in lower)
+        return ahead + sum(max(0.0, owed) for owed in owed_to)
 
     def check(self) -> None:
         assert all(owed >= 0.0 for owed in self.owed)
@@ -119,16 +134,18 @@ class TicketQueue:
 
     ``weights``: of tenants that have another one than 1: such a tenant gets so many times as much
     when it competes. ``tenants_idle_max``: counters kept of tenants that neither wait nor run, per
-    line and class."""
+    line and class. ``put_off``: tickets of a class whose turn may be put off for the highest
+    class."""
 
     def __init__(
         self,
         limits: Mapping[PriorityClass, ClassLimits],
         weights: Mapping[str, float],
         tenants_idle_max: int,
+        put_off: int,
     ) -> None:
         self._limits = tuple(limits[cls] for cls in CLASSES)
-        self._fairness = (limits, weights, tenants_idle_max)
+        self._line_settings = (limits, weights, tenants_idle_max, put_off)
         self._lines: dict[Line, LineQueue] = {}
         self._classes = tuple(Usage() for _ in CLASSES)
         self._tenants: tuple[dict[str, Usage], ...] = tuple({} for _ in CLASSES)
@@ -159,7 +176,7 @@ class TicketQueue:
         cls, name = ticket.priority_class, ticket.line
         line = self._lines.get(name)
         if line is None:
-            line = self._lines[name] = LineQueue(*self._fairness)
+            line = self._lines[name] = LineQueue(*self._line_settings)
         line.classes[cls].push(ticket)
         line.waiting += 1
         line.kv_tokens += ticket.kv_tokens

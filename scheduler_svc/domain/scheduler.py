@@ -88,7 +88,12 @@ class Scheduler:
         self._prefix_blocks = PrefixBlocks(limits.models_max, limits.prefix_block_tokens_min)
         self._cached_expected = self._cached_seen = 0
         self._tickets: dict[TicketId, Ticket] = {}  # bounded by the queue's and the fleet's bounds
-        self._queue = TicketQueue(limits.classes, limits.tenant_weights, limits.tenants_idle_max)
+        self._queue = TicketQueue(
+            limits.classes,
+            limits.tenant_weights,
+            limits.tenants_idle_max,
+            limits.debts_put_off,
+        )
         self._ledger = Ledger(limits.instances_max)
         self._engine_time = EngineTime()
         self._fleet = Fleet(limits, self._ledger)
