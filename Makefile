@@ -150,7 +150,7 @@ clean: ## Stop everything; delete the environment, generated files and caches (t
 
 .PHONY: help
 help: ## Show this list
-	@awk -F ':.*## ' '/^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' \
+	@awk -F ':.*## ' '/^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' \
 	  $(firstword $(MAKEFILE_LIST))
 	@echo
 

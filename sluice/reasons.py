@@ -165,7 +165,6 @@ ADMIN: Final[Mapping[str, Reason]] = {
     "REGISTRY_FULL": _reason(_NOT_NOW, "mesh", "There are as many as there may be."),
     "VERSION_CONFLICT": _reason(Code.ABORTED, "request", "Somebody else changed it meanwhile."),
     "NOTHING_EARLIER": _reason(_NOT_NOW, "model", "There is nothing to roll back to."),
-    "NO_EARLIER_TARGETS": _reason(_NOT_NOW, "model", "There is nothing to roll back to."),
 }
 
 EDGE: Final[Mapping[str, Reason]] = {
