@@ -49,7 +49,7 @@ class FieldViolation:
 
 @dataclass(frozen=True, slots=True)
 class QuotaViolation:
-    """A quota that is used up, e.g. subject ``tenant:dev/requests_per_minute``."""
+    """A quota that is used up, e.g. subject ``requests_per_min``."""
 
     subject: str
     description: str

@@ -29,8 +29,12 @@ def one_line(error: SluiceError) -> str:
     """A typed error for a person: code, reason, text, fields, quotas and when to ask again."""
     parts = [f"{error.code.name} {error.reason}: {error.message}"]
     details = [f"{field.field}: {field.description}" for field in error.fields]
-    details += [f"{quota.subject}: {quota.description}" for quota in error.quotas]
-    # The message of a single wrong field often says the same already.
+    details += [
+        f"{quota.subject}: {quota.description}"
+        for quota in error.quotas
+        if quota.description.removeprefix("limit of ") not in error.message
+    ]
+    # The message of a single wrong field or quota often says the same already.
     parts += [detail for detail in details if detail.rstrip(".") not in error.message]
     if error.retry_after_s is not None:
         parts.append(f"try again in {error.retry_after_s:.1f} s")

@@ -8,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
+from scheduler_svc.domain.quota_errors import never
 from sluice.command.cli import run
 from sluice.command.cli_support import EXIT_BUSY, status_of
 from sluice.command.client import MeshClient
 from sluice.command.failures import NotReadyError, StartError, UnreachableError, one_line
 from sluice.config import ConfigError
 from sluice.errors import Code, FieldViolation, QuotaViolation, SluiceError
+from sluice.quota.exchange import QuotaKind
 from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
 
 
@@ -37,6 +39,13 @@ def test_a_field_that_the_message_names_already_is_not_repeated() -> None:
         Code.INVALID_ARGUMENT, "BAD", "a: must be 1", fields=[FieldViolation("a", "must be 1")]
     )
     assert one_line(error) == "INVALID_ARGUMENT BAD: a: must be 1"
+
+
+def test_a_quota_that_the_message_names_already_is_not_repeated() -> None:
+    assert one_line(never(QuotaKind.TOKENS_PER_DAY)) == (
+        "RESOURCE_EXHAUSTED QUOTA_TOO_SMALL: The request needs more than the tenant's whole quota"
+        " of tokens per day"
+    )
 
 
 @pytest.mark.parametrize(
