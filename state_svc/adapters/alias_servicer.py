@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from sluice.errors import Code, SluiceError, failed_precondition, invalid, not_found
 from sluice.state.v1 import aliases_pb2, aliases_pb2_grpc
+from state_svc.adapters import stored
 from state_svc.adapters.registry_watch import RegistryWatch
 from state_svc.adapters.store_errors import store_errors
 from state_svc.domain.names import check_model
@@ -81,7 +82,11 @@ class AliasServicer(aliases_pb2_grpc.AliasServiceServicer):
         async for change in self._watch.follow((Kind.ALIASES,)):
             yield aliases_pb2.WatchAliasesResponse(
                 snapshot=change.snapshot,
-                aliases=[_alias(record) for record in change.put[Kind.ALIASES].values()],
+                aliases=[
+                    alias
+                    for record in change.put[Kind.ALIASES].values()
+                    if (alias := _alias(record)) is not None
+                ],
                 deleted_aliases=change.deleted[Kind.ALIASES],
             )
 
@@ -106,9 +111,10 @@ class AliasServicer(aliases_pb2_grpc.AliasServiceServicer):
         raise AssertionError("unreachable")
 
 
-def _alias(record: Record) -> aliases_pb2.Alias:
-    alias = aliases_pb2.Alias.FromString(record.value)
-    alias.version = record.version
+def _alias(record: Record) -> aliases_pb2.Alias | None:
+    alias = stored.read(aliases_pb2.Alias, record)
+    if alias is not None:
+        alias.version = record.version
     return alias
 
 

@@ -13,6 +13,7 @@ from sluice.errors import invalid, not_found
 from sluice.quota.exchange import AMOUNT_MAX
 from sluice.state.v1 import tenants_pb2, tenants_pb2_grpc
 from sluice.timestamps import unix_seconds
+from state_svc.adapters import stored
 from state_svc.adapters.registry_watch import Change, RegistryWatch
 from state_svc.adapters.store_errors import store_errors
 from state_svc.domain.names import check_model, check_tenant
@@ -209,11 +210,12 @@ def _parts(change: Change) -> Iterator[tenants_pb2.WatchTenantsResponse]:
 def _tenants(records: Iterable[Record]) -> list[tenants_pb2.Tenant]:
     found = []
     for record in records:
-        tenant = tenants_pb2.Tenant.FromString(record.value)
-        tenant.version = record.version
-        found.append(tenant)
+        if (tenant := stored.read(tenants_pb2.Tenant, record)) is not None:
+            tenant.version = record.version
+            found.append(tenant)
     return found
 
 
 def _keys(records: Iterable[Record]) -> list[tenants_pb2.TenantKey]:
-    return [tenants_pb2.TenantKey.FromString(record.value) for record in records]
+    read = (stored.read(tenants_pb2.TenantKey, record) for record in records)
+    return [key for key in read if key is not None]

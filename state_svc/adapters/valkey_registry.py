@@ -11,6 +11,7 @@ from typing import Final
 
 from redis.asyncio import Redis
 
+from sluice import logs
 from state_svc.adapters.valkey_link import Argument, Script, ValkeyLink, text
 from state_svc.ports import (
     RECORDS_MAX,
@@ -20,8 +21,11 @@ from state_svc.ports import (
     Record,
     RegistryFullError,
     Snapshot,
+    StoreUnavailableError,
     VersionConflictError,
 )
+
+log = logs.get(__name__)
 
 _SCRIPT: Final = Script("registry.lua")
 _UNCHECKED: Final = -1
@@ -83,7 +87,10 @@ class ValkeyRegistry:
         records = {}
         for name, stored in fields.items():
             version, _, value = stored.partition(b" ")
-            records[text(name)] = Record(int(version), value)
+            if version.isdigit():
+                records[text(name)] = Record(int(version), value)
+            else:  # not ours: what is of us stays readable
+                log.error("a stored record cannot be read", kind=str(kind))
         return Snapshot(_number(revision), records)
 
     async def revisions(self, kinds: Sequence[Kind]) -> list[int]:
@@ -104,7 +111,10 @@ def _keys(op: str, kind: Kind) -> list[str]:
 
 
 def _number(value: object) -> int:
-    return 0 if value is None else int(text(value)) if isinstance(value, bytes | str) else 0
+    try:
+        return 0 if value is None else int(text(value)) if isinstance(value, bytes | str) else 0
+    except ValueError as error:
+        raise StoreUnavailableError("a revision in the store is no number") from error
 
 
 def _version(reply: list[bytes | int]) -> int:

@@ -40,13 +40,18 @@ from state_svc.adapters.memory_stores import MemoryDecisions, MemoryRegistry, Me
 from state_svc.adapters.quota_servicer import QuotaServicer
 from state_svc.adapters.registry_watch import RegistryWatch
 from state_svc.adapters.tenant_servicer import TenantServicer
+from state_svc.ports import Kind
 
 HOUR = 1_800_000_000 // 3600 * 3600
 
 
 @pytest.fixture
-async def channel() -> AsyncIterator[grpc.aio.Channel]:
-    registry = MemoryRegistry()
+def registry() -> MemoryRegistry:
+    return MemoryRegistry()
+
+
+@pytest.fixture
+async def channel(registry: MemoryRegistry) -> AsyncIterator[grpc.aio.Channel]:
     watch = RegistryWatch(registry)
     server = MeshServer("state", ["127.0.0.1:0"], Health())
     add_TenantServiceServicer_to_server(TenantServicer(registry, watch), server.grpc)
@@ -115,6 +120,26 @@ async def test_a_bad_tenant_is_refused_whole(channel: grpc.aio.Channel, bad: Any
     call = stub.PutTenant(tenants_pb2.PutTenantRequest(tenant=a_tenant(**bad)))
     assert (await refusal(call))[0] == "INVALID_ARGUMENT"
     assert not (await stub.ListTenants(tenants_pb2.ListTenantsRequest())).tenants
+
+
+async def test_a_record_that_cannot_be_read_hides_no_other(
+    channel: grpc.aio.Channel, registry: MemoryRegistry
+) -> None:
+    stub: Any = TenantServiceStub(channel)
+    aliases: Any = AliasServiceStub(channel)
+    target = aliases_pb2.AliasTarget(model="m", weight=1)
+    await stub.PutTenant(tenants_pb2.PutTenantRequest(tenant=a_tenant()))
+    await aliases.SetAlias(aliases_pb2.SetAliasRequest(alias="a", targets=[target]))
+    for kind, name in ((Kind.TENANTS, "b"), (Kind.KEYS, "a/k"), (Kind.ALIASES, "b")):
+        await registry.put(kind, name, b"\xff\xff")
+    listed = await stub.ListTenants(tenants_pb2.ListTenantsRequest())
+    assert [tenant.name for tenant in listed.tenants] == ["a"]
+    assert not listed.keys
+    first = await anext(aiter(stub.WatchTenants(tenants_pb2.WatchTenantsRequest())))
+    assert [tenant.name for tenant in first.tenants] == ["a"]
+    told = await anext(aiter(aliases.WatchAliases(aliases_pb2.WatchAliasesRequest())))
+    assert [alias.name for alias in told.aliases] == ["a"]
+    await aliases.SetAlias(aliases_pb2.SetAliasRequest(alias="b", targets=[target]))  # mended
 
 
 async def test_keys_are_unique_over_tenants_and_need_one(channel: grpc.aio.Channel) -> None:

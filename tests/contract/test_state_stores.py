@@ -30,6 +30,7 @@ from state_svc.ports import (
     QuotaStore,
     RegistryFullError,
     RegistryStore,
+    StoreUnavailableError,
     UsageKey,
     UsageStore,
     VersionConflictError,
@@ -144,6 +145,20 @@ async def test_a_tenant_of_many_keys_is_deleted_at_once(stores: Stores) -> None:
     assert await registry.delete(Kind.TENANTS, "a")
     assert not (await registry.read(Kind.KEYS)).records
     assert await registry.find(Kind.KEYS, "id:k1999") is None
+
+
+async def test_a_foreign_record_hides_no_other(server: ValkeyProcess) -> None:
+    link = ValkeyLink(server.url)
+    registry = ValkeyRegistry(link)
+    await link.run(lambda client: client.flushdb())
+    await registry.put(Kind.TENANTS, "a", b"one")
+    await link.run(lambda client: client.hset("sluice:{registry}:tenants", "b", "no version"))
+    assert list((await registry.read(Kind.TENANTS)).records) == ["a"]
+    await link.run(lambda client: client.set("sluice:{registry}:tenants:revision", "many"))
+    with pytest.raises(StoreUnavailableError):  # what was read last stays, and callers hear why
+        await registry.revisions([Kind.TENANTS])
+    await link.run(lambda client: client.flushdb())
+    await link.close()
 
 
 async def test_a_deletion_can_be_conditional(stores: Stores) -> None:
