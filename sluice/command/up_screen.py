@@ -31,6 +31,11 @@ LOG_CHARS_MAX = 400
 # What stands between these can be copied into a shell as it is.
 CALLS_START = "KEY="
 CALLS_END = "PYTHON\n"
+# By the reason of a refusal: what to do where the refusal does not say it.
+ADVICE = {
+    "NO_INSTANCE": "A drain outlasts a restart. Is one set? `sluice up --no-question`, then"
+    " `sluice status` shows it and `sluice drain INSTANCE --undo` takes it back.",
+}
 METHOD = "sluice.scheduler.v1.SchedulerService/Generate"
 SIMULATED_TEXT = (
     "The answers of this mesh are SIMULATED: a latency model makes them up.\n"
@@ -86,6 +91,8 @@ class UpScreen:
         except SluiceError as error:
             self.say("")
             self.failed(f"the question was not answered: {one_line(error)}")
+            if advice := ADVICE.get(error.reason):
+                self.say(advice)
             return False
         except UnreachableError as error:
             self.say("")
