@@ -171,4 +171,7 @@ def storable(request_id: str) -> str:
 
 
 def _unknown() -> SluiceError:
-    return not_found("DECISION_UNKNOWN", "no decision record of such a request is kept")
+    return not_found(
+        "DECISION_UNKNOWN",
+        "no decision record of such a request is kept; of those that went well only a sample is",
+    )
