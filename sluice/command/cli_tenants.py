@@ -36,6 +36,7 @@ CLASSES: Final = ("critical", "interactive", "standard", "batch")
 NONE: Final = "none"
 # What the fields of a quota can hold.
 COUNT_MAX: Final = (1 << 32) - 1
+NAMES_SHOWN: Final = 10
 TOKENS_MAX: Final = 10**12
 _NAME: Final = re.compile(r"[a-z0-9-]{1,64}")
 _SPAN: Final = re.compile(r"(\d{1,6})([smhd])")
@@ -272,7 +273,10 @@ def _named(found: admin_pb2.ListTenantsResponse, name: str) -> admin_pb2.Tenant:
     for tenant in found.tenants:
         if tenant.name == name:
             return tenant
-    known = ", ".join(tenant.name for tenant in found.tenants) or "none"
+    names = [tenant.name for tenant in found.tenants]
+    known = ", ".join(names[:NAMES_SHOWN]) or "none"
+    if len(names) > NAMES_SHOWN:
+        known += f" and {len(names) - NAMES_SHOWN} more"
     raise ConfigError("name", f"there is no tenant {name!r}; there are: {known}")
 
 

@@ -105,3 +105,12 @@ def test_a_tenant_that_is_there_is_named_and_how_it_is_changed() -> None:
 def test_a_change_of_nothing_is_refused() -> None:
     with pytest.raises(typer.BadParameter, match="no option says"):
         cli_tenants.change("a")
+
+
+def test_of_thousands_of_tenants_a_few_are_named() -> None:
+    found = admin_pb2.ListTenantsResponse(
+        tenants=[admin_pb2.Tenant(name=f"t{number}") for number in range(3_000)]
+    )
+    with pytest.raises(ConfigError) as raised:
+        cli_tenants._named(found, "nobody")
+    assert str(raised.value).endswith("t8, t9 and 2990 more")
