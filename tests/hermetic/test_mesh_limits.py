@@ -261,15 +261,18 @@ async def test_who_cannot_be_served_in_time_is_told_so(client: MeshClient, runni
     call.cancel()
 
 
-async def test_a_deadline_that_passes_in_the_queue_is_a_deadline(client: MeshClient) -> None:
-    """HTTP carries none, so the class's own applies: 1 s here."""
+async def test_who_waits_too_long_is_told_before_the_deadline(client: MeshClient) -> None:
+    """HTTP carries none, so the class's own applies: 1 s here. The queue lets go of a request when
+    its first token would most likely be late: at three quarters of its time at the soonest."""
     call = await busy(client)
     body = {"prompt": "x", "priority_class": "PRIORITY_CLASS_BATCH"}
     begin = time.monotonic()
     response = await client.http.post("/chat", json=body)
-    assert response.status_code == 504
-    assert response.json()["details"][0]["reason"] == "DEADLINE_EXCEEDED"
-    assert time.monotonic() - begin >= 0.9
+    waited_s = time.monotonic() - begin
+    assert response.status_code == 429
+    assert response.json()["details"][0]["reason"] == "HOPELESS"
+    assert retry_of(response) > 0
+    assert 0.7 <= waited_s <= 2.0
     call.cancel()
 
 
