@@ -1,6 +1,6 @@
 """The life of a service process: real processes, real signals, on both event loops.
 
-R11's base. Goal: the first SIGTERM ends in order with exit code 0, health first; one during
+Goal: the first SIGTERM ends in order with exit code 0, health first; one during
 start-up ends the process too; the second ends it at once; a hanging thread or a failing drain does
 not keep it. Method: a script per case that prints what happens. Oracle: the order of its lines and
 the exit code. Each test names the mutant on which it was seen to fail.
@@ -190,7 +190,7 @@ sys.exit(run(main()))
 
 
 def test_a_bad_configuration_and_a_fault_have_their_exit_codes() -> None:
-    """R27's end. Mutant: ConfigError is logged as a fault."""
+    """Mutant: ConfigError is logged as a fault."""
     body = """
 logs.setup("t")
 async def main():

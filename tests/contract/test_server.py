@@ -1,6 +1,6 @@
 """What a MeshServer does around every call, over real gRPC on loopback.
 
-S8 and others of RELIABILITY.md and PITFALLS.md (8, 9, 11, 14): no exception's text reaches a
+Goal: no exception's text reaches a
 client, deadlines have defaults and caps, cancels reach handlers and leave nothing behind, refusals
 before the first message are trailers only. Each test names the mutant on which it was seen to fail.
 """
@@ -65,7 +65,7 @@ _UNTYPED: list[BaseException] = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("error", _UNTYPED, ids=lambda error: type(error).__name__)
 async def test_an_exceptions_text_never_reaches_the_client(kind: str, error: Exception) -> None:
-    """S8. Mutant: the interceptor lets unknown exceptions pass (the library sends their text)."""
+    """Mutant: the interceptor lets unknown exceptions pass (the library sends their text)."""
     async with rig(things=Things(before=_raise(error))) as server:
         got, failed = await server.outcome(kind)
         assert failed is not None
@@ -160,7 +160,7 @@ async def test_a_method_that_is_not_there_says_so_in_type(method: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_the_size_limit_is_exact_and_typed(kind: str) -> None:
-    """R22, pitfall 8: one below, at, one above. Mutant: the limit is left to the library
+    """One below, at, one above. Mutant: the limit is left to the library
     (RESOURCE_EXHAUSTED without a reason, which reads as busy)."""
     limit = 100_000
     overhead = 4  # tag and length of the text inside its message
@@ -270,7 +270,7 @@ async def test_request_id_and_trace_context_are_bound_for_the_handler(kind: str)
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_every_call_of_a_method_has_a_deadline(kind: str) -> None:
-    """R1's base. Mutants: no default; no cap; the caller's deadline is ignored."""
+    """Mutants: no default; no cap; the caller's deadline is ignored."""
     remaining: list[float] = []
 
     async def look(_: object) -> None:

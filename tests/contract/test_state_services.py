@@ -1,6 +1,6 @@
 """What callers of the state service see: over gRPC, with the stores in memory.
 
-Oracle: the protos' own words. S10 for what takes a tenant's id: another tenant's and an unknown one
+Oracle: the protos' own words. Where a call takes a tenant's id, another tenant's and an unknown one
 answer alike.
 """
 

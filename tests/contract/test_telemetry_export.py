@@ -1,6 +1,6 @@
 """Telemetry against a real OTLP receiver on loopback, and against one that is not there.
 
-R25's base. Goal: parents are right, the flag decides, limits hold, and an absent or a hanging
+Goal: parents are right, the flag decides, limits hold, and an absent or a hanging
 collector delays nobody. Oracle: what the receiver got; times. Each test names its mutant.
 """
 

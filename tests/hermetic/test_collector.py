@@ -1,6 +1,6 @@
 """A collector that is stuck or gone costs clients nothing, and does not hold up an end.
 
-Goal (R25): with every request traced, a collector that takes calls and never answers, and one that
+Goal: with every request traced, a collector that takes calls and never answers, and one that
 is not there, leave answers and their times as they are; every service ends in order and in bounded
 time meanwhile. Method: one mesh whose collector hangs, then disappears, then hangs again while the
 services are told to end. Oracle: times, of which a blocked export would be 2 s; exit statuses.

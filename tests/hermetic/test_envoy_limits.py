@@ -131,7 +131,7 @@ def test_a_slow_reader_that_ends_keeps_its_rest_for_a_bounded_time(tmp_path: Pat
 
 
 def test_rapid_resets_close_the_connection_and_not_the_edge(shared: Edge) -> None:
-    """Goal: R21's rapid reset. Method: 2,000 streams opened and reset at once. Oracle: the
+    """Goal: rapid reset is cut off. Method: 2,000 streams opened and reset at once. Oracle: the
     connection is closed, the counter rises, others are served. Seen to fail with
     `early_resets_max` at 1,000,000."""
     name = "http.clear.downstream_rq_too_many_premature_resets"
@@ -151,7 +151,7 @@ def test_rapid_resets_close_the_connection_and_not_the_edge(shared: Edge) -> Non
 
 
 def test_a_client_that_cancels_some_streams_keeps_its_connection(shared: Edge) -> None:
-    """Hundreds of early cancels are what a busy honest client may do (R3)."""
+    """Hundreds of early cancels are what a busy honest client may do."""
     with RawH2(shared.settings.port) as client:
         for _ in range(800):
             stream = client.request(GENERATE, generate_body(script("hang")))

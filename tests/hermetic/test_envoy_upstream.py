@@ -144,7 +144,7 @@ def test_schedulers_are_found_by_name(tmp_path: Path) -> None:
 
 
 def test_idle_connections_are_pinged_and_survive(tmp_path: Path) -> None:
-    """PITFALLS 14 in small: a server ends a connection after some pings that come too fast.
+    """A server ends a connection after some pings that come too fast.
 
     tests/unit/sluice/test_edge.py compares the real distances. Seen to fail with `--ping-min-s 30`.
     """

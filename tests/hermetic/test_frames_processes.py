@@ -136,7 +136,7 @@ async def all_complete(scheduler: SchedulerPeer) -> None:
 
 
 async def test_an_instance_that_is_told_to_end_lets_its_streams_end(tmp_path: Path) -> None:
-    """Goal: SIGTERM with streams in flight loses nothing (R11). Method: 20 streams of 1.6 s, the
+    """Goal: SIGTERM with streams in flight loses nothing. Method: 20 streams of 1.6 s, the
     signal after the first tokens. Oracle: every stream has all its tokens, health said NOT_SERVING
     before the end, exit status 0 soon after the last token. Seen to fail when drain does not wait
     for the streams."""

@@ -133,7 +133,7 @@ ZEROES = {
 
 
 async def test_unset_and_zero_are_different_things_at_the_engine(client: MeshClient) -> None:
-    """PITFALLS 6, over gRPC and over JSON."""
+    """Over gRPC and over JSON."""
     prompt = sim("", echo="sampling")
     limit = {"max_tokens": 500}
     unset = json.loads((await client.generate(prompt, sampling=limit)).ok.text())
@@ -201,7 +201,7 @@ async def test_log_probabilities_come_for_every_token(client: MeshClient) -> Non
 async def test_a_stop_string_ends_the_output_and_is_not_sent(
     client: MeshClient, shared_mesh: Mesh
 ) -> None:
-    """PITFALLS 4: the string lies across two tokens, long before max_tokens."""
+    """The string lies across two tokens, long before max_tokens."""
     prompt = sim("", reply="one two STOP HERE " + "three " * 200, reply_bytes=True)
     sampling = {"stop": ["STOP HERE"], "max_tokens": 1000}
     answer = (await client.generate(prompt, sampling=sampling)).ok
@@ -224,7 +224,7 @@ async def test_structured_output_is_followed(client: MeshClient) -> None:
 
 
 async def test_characters_are_whole_however_tokens_cut_them(client: MeshClient) -> None:
-    """PITFALLS 2: one byte a token and, as the model does it, fragments of characters."""
+    """One byte a token and, as the model does it, fragments of characters."""
     prompt = sim("", reply=KOREAN, reply_bytes=True, pace_ms=6)
     answer = (await client.generate(prompt, sampling={"max_tokens": 100})).ok
     assert answer.text() == KOREAN

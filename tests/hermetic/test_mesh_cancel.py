@@ -1,7 +1,7 @@
 """A client that leaves frees everything at once, wherever its request is.
 
 Goal: a cancelled request stops its engine within 1 s (about 20 ms here), never reaches it when it
-still waited, and leaves nothing behind: no room, no task, no thread, no file. PITFALLS 9, 11, 15.
+still waited, and leaves nothing behind: no room, no task, no thread, no file.
 Method: a mesh whose engine runs 4 sequences and reads prompts slowly; clients over gRPC and HTTP
 leave in the queue, in prefill, in the stream; then 300 leave at seeded times. Oracle: the engine's
 own counts, the scheduler's status, the processes' threads and files; a scripted fault ends the
@@ -137,7 +137,7 @@ async def test_one_whose_connection_breaks_stops_the_engine(running: Mesh) -> No
 
 
 async def test_room_is_free_again_after_every_cancel(client: MeshClient, running: Mesh) -> None:
-    """PITFALLS 15: a slot that was lost with each cancel would soon let nothing through."""
+    """A slot that was lost with each cancel would soon let nothing through."""
     for _ in range(12):
         for call in await hold(client, SLOTS):
             call.cancel()
@@ -158,7 +158,7 @@ def held(running: Mesh) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.timeout(120)
 async def test_300_that_leave_at_any_time_leave_nothing(running: Mesh) -> None:
-    """R3, with seed 20260301: a third of the clients waits, a third reads, a third streams when
+    """With seed 20260301: a third of the clients waits, a third reads, a third streams when
     they leave, and some have had their last token."""
     dice = random.Random(SEED)
     async with client_of(running) as client:

@@ -262,7 +262,7 @@ def seconds(value: float) -> dict[str, int]:
 
 
 async def test_no_first_token_within_its_limit(client: MeshClient, shared_mesh: Mesh) -> None:
-    """PITFALLS 10: the instance accepts and sends nothing, the client waits; all is freed."""
+    """The instance accepts and sends nothing, the client waits; all is freed."""
     prompt = sim(hang_after=0)
     answer = await client.generate(prompt, first_token_limit=seconds(0.4))
     assert (answer.refused.code, answer.refused.reason) == (
@@ -307,7 +307,7 @@ SECRET = "Traceback: /srv/secret.py\nline two\r\ndata: three"
 async def test_an_engine_that_fails_midway_gives_one_typed_error(
     client: MeshClient, shared_mesh: Mesh, status: str
 ) -> None:
-    """PITFALLS 5: the engine's own text, of several lines, is read by nobody."""
+    """The engine's own text, of several lines, is read by nobody."""
     prompt = sim(fail_after=3, status=status, message=SECRET, reason="ENGINE_BROKE")
     answer = await client.generate(prompt, sampling={"max_tokens": 9}, return_token_ids=True)
     error = answer.refused

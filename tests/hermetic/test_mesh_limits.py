@@ -1,7 +1,7 @@
 """Bounds of the whole mesh: sizes at the limit and one beyond, full queues, slow clients.
 
 Goal: at a limit a request is served, one beyond it is refused with a typed error that names it, and
-what a client does to itself harms nobody else. PITFALLS 8, 26, 27. Method: one mesh with an engine
+what a client does to itself harms nobody else. Method: one mesh with an engine
 of one sequence (`sim`), an engine with a context of millions of tokens (`wide`), a fast one
 (`fast`) and an embedding model with long vectors. Oracle: the named limits, and that all is free
 afterwards.
@@ -249,7 +249,7 @@ async def test_a_full_queue_refuses_with_a_delay(client: MeshClient, running: Me
 
 
 async def test_who_cannot_be_served_in_time_is_told_so(client: MeshClient, running: Mesh) -> None:
-    """PITFALLS 27: too long a wait is 429 with a delay, not 500."""
+    """Too long a wait is 429 with a delay, not 500."""
     call = await busy(client)
     error = await refusal(client.text(first_token_limit={"nanos": 300_000_000}))
     assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "HOPELESS")
@@ -291,7 +291,7 @@ async def test_a_deadline_that_passes_midway_is_an_error_and_no_short_answer(
 
 
 async def test_the_earlier_deadline_goes_first(client: MeshClient, running: Mesh) -> None:
-    """PITFALLS 26."""
+    """Deadlines order the queue of a tenant."""
     call = await busy(client)
     done: list[str] = []
 

@@ -3,7 +3,7 @@
 Goal: a request whose instance is lost goes on elsewhere and its client sees nothing, before its
 first token or after it; what cannot go on ends with one typed error that says how far it came, and
 no token twice. Whatever was lost serves again within seconds of coming back on its address.
-PITFALLS 5, 20, 34; stale attempts.
+Stale attempts are dropped.
 Method: two instances, two executions, one scheduler; SIGKILL, SIGSTOP and crashes of the engine at
 scripted points. Oracle: the text without a fault, which is a function of the whole token prefix,
 and the positions in the stream.

@@ -3,7 +3,7 @@ takes.
 
 Goal: least expected work sends a faster instance its larger share; an engine is never given more
 than it can run at once, also by two schedulers that know nothing of each other, so that it never
-holds a queue of its own; a long stream is cut by no timeout that somebody forgot. PITFALLS 13.
+holds a queue of its own; a long stream is cut by no timeout that somebody forgot.
 Method: two schedulers, two instances of which one is four times as fast, sequences limited to 4;
 the engines' own counts sampled while requests outnumber the room. Oracle: who answered; running
 and waiting as each engine reports them.

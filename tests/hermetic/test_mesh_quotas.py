@@ -1,6 +1,6 @@
 """Quotas through the whole mesh: Envoy, two schedulers, the state service, Valkey.
 
-S12; PITFALLS 15, 16, 17. Goal: one requester gets exactly the limit, two schedulers together never
+Goal: one requester gets exactly the limit, two schedulers together never
 more; whatever way a request ends it gives back what it did not use; a refusal charges nothing, says
 which quota and when to come again, alike over gRPC and HTTP. Method: tenants of their own per test.
 Oracle: the state service's own count, and what the answers say was used.

@@ -1,6 +1,6 @@
 """What a whole mesh says of its requests: traces and metrics at a real collector.
 
-Goal (R25, PITFALLS 12 and 30): every request is exactly one trace, from Envoy's root over scheduler
+Goal: every request is exactly one trace, from Envoy's root over scheduler
 and relay to the engine, each span under its right parent: also when two starts share a frame, over
 HTTP, for embeddings, after a failed attempt, when cancelled, when refused. What is not sampled
 leaves no span and is passed on. Counts are exact. Nothing that a client wrote, no answer and no key
@@ -459,7 +459,7 @@ LEAVING = pytest.mark.parametrize("how", ["stream", "text", "embed in the queue"
 async def test_a_cancel_reaches_the_engine_whether_traced_or_not(
     client: MeshClient, traced: Traced, flags: str, how: str
 ) -> None:
-    """PITFALLS 12. Without any collector: test_mesh_cancel.py."""
+    """Without any collector: test_mesh_cancel.py."""
     metadata = (*client.mesh.metadata, ("traceparent", traceparent(flags)[1]))
     fields: dict[str, Any] = {"prompt": CANARY, "sampling": {"max_tokens": 4000}}
     call: Any

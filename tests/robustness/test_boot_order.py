@@ -1,4 +1,4 @@
-"""R26: processes may start in any order; what is missing makes a service not ready, never dead.
+"""Processes may start in any order; what is missing makes a service not ready, never dead.
 
 Goal: a scheduler without an execution replica is not ready and says which part is missing; without
 an instance it is ready and refuses with UNAVAILABLE; nothing ends or is started again; once what

@@ -1,4 +1,4 @@
-"""R27: a bad configuration refuses the start by name; a bad reload changes nothing and is counted.
+"""A bad configuration refuses the start by name; a bad reload changes nothing and is counted.
 
 Goal: whatever is wrong in file or environment, a service says which setting it is, what may stand
 there, and ends with the status that tells a supervisor not to start it again; a running scheduler

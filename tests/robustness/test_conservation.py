@@ -1,6 +1,6 @@
 """Every request ends once and leaves nothing, however many end badly at a time.
 
-Goal (R4, R3, R10, R20): of requests that are left, run out of time or are shed in a crowd, the
+Goal: of requests that are left, run out of time or are shed in a crowd, the
 scheduler's own count of ends is the number of calls, by outcome never less than what clients saw,
 and everything held goes back to where it was; a cancel stops the engine at once; what cannot go on
 elsewhere ends after its first token with one error that says how far it came; clients that do not

@@ -1,4 +1,4 @@
-"""R1: a deadline reaches every hop, and nothing is generated after it.
+"""A deadline reaches every hop, and nothing is generated after it.
 
 Goal: the time left gets strictly less from the client over scheduler and execution to the instance,
 is never absent, loses no more than 50 ms on the way, and the engine writes nothing later than

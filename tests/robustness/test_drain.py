@@ -1,4 +1,4 @@
-"""R11: a process that is told to end ends nobody's stream, and a rolling restart is not noticed.
+"""A process that is told to end ends nobody's stream, and a rolling restart is not noticed.
 
 Goal: at SIGTERM health flips first, open streams all complete, the process ends with 0; each
 process of a mesh with two of each can be restarted, one after the other, under load, without one

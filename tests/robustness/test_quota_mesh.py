@@ -1,6 +1,6 @@
 """Quotas while schedulers stop and die, and while the store is slow, frozen or gone.
 
-S12, R14, R16; PITFALLS 31. Goal: what lapsed starts nothing, what a killed scheduler held comes
+Goal: what lapsed starts nothing, what a killed scheduler held comes
 back within seconds, and without the store each tenant's own policy holds in bounded time and ends
 by itself. Method: two schedulers with Envoy, state service and Valkey as processes; signals.
 Oracle: what runs in the engine by its own report, the answers, the state service's count.

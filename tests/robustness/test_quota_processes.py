@@ -1,6 +1,6 @@
 """Quotas over real processes and a real store, with processes stopped, killed and frozen.
 
-S12, R16, R14. Goal: the limit holds over two schedulers also when one is stopped and goes on, is
+Goal: the limit holds over two schedulers also when one is stopped and goes on, is
 reached exactly, and what a killed one held returns; a slow or lost store costs bounded time and
 heals by itself. Method: the state service and holders as processes, Valkey as a process, signals.
 Oracle: the holders' own lines, on the system-wide monotonic clock. No randomness but the system's.

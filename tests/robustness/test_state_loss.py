@@ -1,4 +1,4 @@
-"""R14, R26: tenants and aliases while their store, or the state service, is slow, frozen or gone.
+"""Tenants and aliases while their store, or the state service, is slow, frozen or gone.
 
 Goal: what was told stays in force, so that known tenants' requests go on as if nothing were;
 changes are refused with a typed error within seconds; nothing acknowledged is lost; all is well

@@ -112,7 +112,7 @@ def test_other_tools_are_another_beginning() -> None:
 
 @pytest.mark.parametrize("other", [["m", "b", ""], ["m", "a", "x"], ["n", "a", ""], ["m", "a/"]])
 def test_tenants_salts_and_models_never_share_a_prefix(other: list[str]) -> None:
-    """PITFALLS 23. Mutant seen to fail: the salt left out of the chain."""
+    """Mutant seen to fail: the salt left out of the chain."""
     prompt = b"the same system prompt " * 100
     mine = HASHER.hashes(prompt, 64, ["m", "a", ""])
     theirs = HASHER.hashes(prompt, 64, other)
@@ -148,7 +148,7 @@ def test_token_ids_share_prefixes_block_by_block() -> None:
 def test_a_block_is_whole_blocks_of_the_engine_and_a_repeat_is_estimated_above_nine_tenths(
     kv_block_tokens: int, bytes_per_token: float
 ) -> None:
-    """PITFALLS 22: a router's block that is not the worker's estimated 0.08 on a repeat. Here the
+    """A router's block that is not the worker's estimated 0.08 on a repeat. Here the
     estimate is a share of the prompt, so neither block nor ratio can spoil it."""
     blocks = PrefixBlocks(8, 32)
     tokens = blocks.saw("m", kv_block_tokens)

@@ -144,7 +144,7 @@ def test_of_two_matches_the_longer_one_wins(policy: str) -> None:
 
 @PREFIX
 def test_one_block_in_common_pulls_nobody(policy: str) -> None:
-    """PITFALLS 25: all requests of the Mooncake trace share block 0. Mutant seen to fail:
+    """All requests of the Mooncake trace share block 0. Mutant seen to fail:
     ``MATCH_BLOCKS_MIN`` 1."""
     placing = three(policy)
     counts = Counter(placing.place(with_prefix([0, n + 1, n + 2])) for n in range(30))
@@ -153,7 +153,7 @@ def test_one_block_in_common_pulls_nobody(policy: str) -> None:
 
 @PREFIX
 def test_a_hot_prefix_spills_over_when_the_load_gap_is_too_large(policy: str) -> None:
-    """PITFALLS 25. Mutant seen to fail: the backlog left out of the score."""
+    """Mutant seen to fail: the backlog left out of the score."""
     placing = three(policy)
     placing.run("a", with_prefix([1, 2, 3, 4]))
     assert placing.find(with_prefix([1, 2, 3, 4])) == "a"
@@ -163,7 +163,7 @@ def test_a_hot_prefix_spills_over_when_the_load_gap_is_too_large(policy: str) ->
 
 @PREFIX
 def test_a_hot_instance_turns_affinity_off_for_nobody_else(policy: str) -> None:
-    """PITFALLS 25: one hot worker made others spread what they had in cache."""
+    """One hot worker made others spread what they had in cache."""
     placing = three(policy)
     placing.run("b", with_prefix([1, 2, 3, 4]))
     placing.busy("a", 600.0)
@@ -181,7 +181,7 @@ def test_the_same_prefix_of_another_tenant_is_no_reason(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["least_work", "prefix_affinity", "weighted"])
 def test_a_slow_worker_gets_what_it_can_do_and_the_others_keep_their_prefixes(policy: str) -> None:
-    """PITFALLS 25, one slow worker."""
+    """One slow worker."""
     reports = [
         a_report(name, sequences_max=500, kv_tokens=0, step_ms=20.0 if name != "b" else 200.0)
         for name in "abc"

@@ -131,7 +131,7 @@ def test_memory_never_exceeds_its_bound_and_is_used() -> None:
 
 
 def test_prompts_in_use_outlive_a_scan_of_prompts_that_never_come_again() -> None:
-    """PITFALLS 24. Mutant seen to fail: the most recently used place given up."""
+    """Mutant seen to fail: the most recently used place given up."""
     index = an_index(1 << 18)
     hot = [some(number) for number in range(20)]
     for number in range(20_000):

@@ -259,7 +259,7 @@ def conversations() -> list[Request]:
 def test_on_real_conversations_hits_are_near_the_ideal_and_load_is_even(
     policy: str, conversations: list[Request]
 ) -> None:
-    """PITFALLS 25. All requests share their first block; eight instances. The whole trace is
+    """All requests share their first block; eight instances. The whole trace is
     measured by ``make bench-placement``."""
     result = replay(policy, conversations, [1.0] * 8)
     assert result.hit_rate > 0.95 * ideal_hit_rate(conversations)
@@ -268,7 +268,7 @@ def test_on_real_conversations_hits_are_near_the_ideal_and_load_is_even(
 
 
 def test_one_slow_worker_costs_the_others_no_hits(conversations: list[Request]) -> None:
-    """PITFALLS 25: with one worker at a third of the speed."""
+    """With one worker at a third of the speed."""
     ideal = ideal_hit_rate(conversations)
     even = replay("weighted", conversations, [1.0] * 8)
     slow = replay("weighted", conversations, [1.0] * 7 + [0.33])

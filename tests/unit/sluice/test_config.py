@@ -1,6 +1,6 @@
 """Settings: where values come from and what is refused.
 
-R27. Goal: a bad configuration is refused at start, naming the field; a reload of garbage keeps the
+Goal: a bad configuration is refused at start, naming the field; a reload of garbage keeps the
 last good values and counts. Method: every field of every registered section, out of range in both
 directions, of every wrong type, in the file and in the environment; Hypothesis for the reload.
 Oracle: ConfigError with the field's name, its range and its unit. Mutants seen to fail: ``le`` is

@@ -1,6 +1,6 @@
 """Deadlines and the budget of a child call.
 
-R2. Goal: a child never gets more than its parent has left, less the margin, and never less than it
+Goal: a child never gets more than its parent has left, less the margin, and never less than it
 needs. Method: Hypothesis, 10,000 cases over (remaining, margin, cap, minimum), infinities and NaN
 included; derandomised, so the seed is the test's name. Oracle: the three inequalities below.
 Mutants seen to fail: ``min`` becomes ``max``; the margin is added; ``>=`` minimum becomes ``>``;

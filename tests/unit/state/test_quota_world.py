@@ -1,6 +1,6 @@
 """Quotas under stops, kills, lost and late messages: never above the limit, and up to it exactly.
 
-S12, R16. Goal: over all holders the sum of what is reserved in any 60 s, and at once, never
+Goal: over all holders the sum of what is reserved in any 60 s, and at once, never
 exceeds the limit. Method: the real accounts and the real book in event-driven virtual time, under
 seeded faults (see quota_world.py). Oracle: plain counting at every grant. Seeds: below.
 Mutants seen to fail: see each test.
@@ -181,7 +181,7 @@ def test_a_killed_holders_slots_and_tokens_return_within_its_time_to_live() -> N
 
 
 def test_a_refused_request_charges_nothing() -> None:
-    """PITFALLS 16. Mutant: the request is charged before concurrency is looked at."""
+    """Mutant: the request is charged before concurrency is looked at."""
     limits = Limits(requests_per_min=2, concurrent_requests=1)
     world = World(3, limits, QuotaTimes(), loss=0.0)
     holder = world.born()
@@ -197,7 +197,7 @@ def test_a_refused_request_charges_nothing() -> None:
 
 
 def test_a_slot_comes_back_with_every_cancel() -> None:
-    """PITFALLS 15. Mutant: a release is sent after the needs of the same exchange."""
+    """Mutant: a release is sent after the needs of the same exchange."""
     world = World(4, Limits(concurrent_requests=1), QuotaTimes(), loss=0.0)
     holder = world.born()
     for n in range(50):
@@ -254,7 +254,7 @@ def test_more_than_the_whole_limit_is_refused_without_a_delay() -> None:
 
 
 def test_a_reservation_of_a_stopped_holder_may_not_start_after_its_registration() -> None:
-    """R16. Mutant: may_start looks at the epoch only."""
+    """Mutant: may_start looks at the epoch only."""
     world = World(8, Limits(concurrent_requests=1), QuotaTimes(), loss=0.0)
     first, second = world.born(), world.born()
     world.reserve(first, 10)
