@@ -165,6 +165,9 @@ ADMIN: Final[Mapping[str, Reason]] = {
     "REGISTRY_FULL": _reason(_NOT_NOW, "mesh", "There are as many as there may be."),
     "VERSION_CONFLICT": _reason(Code.ABORTED, "request", "Somebody else changed it meanwhile."),
     "NOTHING_EARLIER": _reason(_NOT_NOW, "model", "There is nothing to roll back to."),
+    "ALIAS_CONFIGURED": _reason(
+        _NOT_NOW, "model", "The alias is in the configuration only, and only that can remove it."
+    ),
 }
 
 EDGE: Final[Mapping[str, Reason]] = {

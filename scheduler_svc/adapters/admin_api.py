@@ -131,6 +131,19 @@ class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
             )
         return await state.rollback_alias(request.alias)
 
+    async def DeleteAlias(
+        self, request: admin_pb2.DeleteAliasRequest, context: Context
+    ) -> admin_pb2.DeleteAliasResponse:
+        """See admin.proto."""
+        state = self._stored(context)
+        if self._catalog.aliases.configured(request.alias) is not None:
+            raise failed_precondition(
+                "ALIAS_CONFIGURED",
+                "the alias is in the configuration only: take it out there (aliases)",
+            )
+        await state.delete_alias(request.alias)
+        return admin_pb2.DeleteAliasResponse()
+
     async def ListAliases(
         self, request: admin_pb2.ListAliasesRequest, context: Context
     ) -> admin_pb2.ListAliasesResponse:

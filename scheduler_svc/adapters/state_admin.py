@@ -146,6 +146,11 @@ class StateAdmin:
             version=done.alias.version,
         )
 
+    async def delete_alias(self, alias: str) -> None:
+        """Deletes an alias and its history."""
+        request = aliases_pb2.DeleteAliasRequest(alias=alias)
+        await _call(self._aliases.DeleteAlias(request, timeout=CALL_TIMEOUT_S))
+
     async def set_drain(self, instance: str, *, drained: bool) -> None:
         """Marks an instance for every scheduler."""
         request = fleet_pb2.SetDrainRequest(instance=instance, drained=drained)

@@ -84,6 +84,18 @@ def rollback(
     output().print(f"{alias} points at {_targets(done.targets)} again.", soft_wrap=True)
 
 
+@alias_app.command("remove")
+def remove(
+    alias: AliasArgument, config: ConfigOption = None, endpoint: EndpointOption = ""
+) -> None:
+    """Remove an alias and its history; one of sluice.toml points again where that says."""
+    from sluice.scheduler.v1 import admin_pb2
+
+    with open_admin(config, endpoint) as client:
+        client.admin("DeleteAlias", admin_pb2.DeleteAliasRequest(alias=alias))
+    output().print(f"{alias} is removed; schedulers follow within a second.", soft_wrap=True)
+
+
 def drain(
     instance: Annotated[str, typer.Argument(help="The instance; `sluice status` lists them.")],
     undo: Annotated[bool, typer.Option("--undo", help="Take the drain back.")] = False,

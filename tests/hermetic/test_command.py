@@ -305,6 +305,9 @@ def test_an_alias_is_set_taken_back_and_refused_by_field(mesh: LocalMesh) -> Non
     back = mesh.run("alias", "rollback", "chat")
     assert f"{model}=3" in back.stdout
     assert "ALIAS_UNKNOWN" in mesh.run("alias", "rollback", "nothing").stderr
+    assert "chat is removed" in mesh.run("alias", "remove", "chat").stdout
+    until(lambda: "chat" not in mesh.run("alias", "list").stdout.split(), "the alias is gone")
+    assert "ALIAS_UNKNOWN" in mesh.run("alias", "remove", "chat").stderr
 
 
 def test_a_drained_instance_gets_nothing_until_it_is_undone(mesh: LocalMesh) -> None:

@@ -20,7 +20,10 @@ from tests.hermetic.admin_client import AdminClient, refused
 from tests.hermetic.mesh import Mesh
 
 SERVICE = admin_pb2.DESCRIPTOR.services_by_name["SchedulerAdminService"]
-STORED = ("PutTenant", "ListTenants", "DeleteTenant", "CreateKey", "RevokeKey", "SetAlias")
+STORED = (
+    *("PutTenant", "ListTenants", "DeleteTenant", "CreateKey", "RevokeKey"),
+    *("SetAlias", "DeleteAlias"),
+)
 
 
 def outcome(mesh: Mesh, method: str, key: str) -> tuple[str, str]:

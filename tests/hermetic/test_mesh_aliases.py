@@ -33,6 +33,7 @@ SHAPE = Shape(
         "two": {"model": "m-v2"},
         "three": {"model": "e", "generate": False, "embedding_dimensions": 8},
     },
+    scheduler={"aliases": ["fixed=m-v1"]},
     state={},
 )
 CHANGE_S = 1.0
@@ -102,10 +103,16 @@ async def test_an_alias_shares_by_weight_is_taken_back_and_says_who_answered(
             )
             assert {one.name: list(one.aliases) for one in listed.models} == {
                 "e": [],
-                "m-v1": ["chat"],
+                "m-v1": ["chat", "fixed"],
                 "m-v2": [],
             }
             await rights(admin, client)
+            await admin.call("DeleteAlias", admin_pb2.DeleteAliasRequest(alias="chat"))
+            await until(client, {""}, "chat")
+            error = await refused(
+                admin.call("DeleteAlias", admin_pb2.DeleteAliasRequest(alias="fixed"))
+            )
+            assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "ALIAS_CONFIGURED")
         await admin.close()
 
 

@@ -21,7 +21,7 @@ from scheduler_svc.domain.aliases import Target
 from scheduler_svc.domain.model import PriorityClass
 from sluice.channels import open_channel
 from sluice.common.v1 import policy_pb2
-from sluice.errors import SluiceError
+from sluice.errors import Code, SluiceError
 from sluice.quota.exchange import Limits
 from sluice.scheduler.v1 import admin_pb2
 from sluice.server import Health, MeshServer
@@ -298,6 +298,23 @@ async def test_an_alias_over_the_configurations_goes_back_to_it(rig: Rig) -> Non
     back = await rig.admin.rollback_alias("chat")
     assert [(one.model, one.weight) for one in back.targets] == [("model-a", 1)]
     await rig.until(lambda: rig.aliases.all()["chat"].targets == (Target("model-a", 1),))
+
+
+async def test_an_alias_that_is_deleted_is_gone_or_as_the_configuration_has_it(rig: Rig) -> None:
+    for name in ("chat", "new"):
+        request = admin_pb2.SetAliasRequest(alias=name)
+        request.targets.add(model="model-b", weight=1)
+        await rig.admin.set_alias(request, None)
+    await rig.until(lambda: rig.aliases.get("new") is not None)
+    await rig.until(lambda: rig.aliases.configured("chat") is None)
+    for name in ("chat", "new"):
+        await rig.admin.delete_alias(name)
+    await rig.until(lambda: rig.aliases.get("new") is None)
+    await rig.until(lambda: rig.aliases.configured("chat") is not None)
+    assert rig.aliases.all()["chat"].targets == (Target("model-a", 1),)
+    with pytest.raises(SluiceError) as raised:
+        await rig.admin.delete_alias("new")
+    assert (raised.value.code, raised.value.reason) == (Code.NOT_FOUND, "ALIAS_UNKNOWN")
 
 
 async def test_a_table_of_many_parts_is_taken_over_whole(
