@@ -49,10 +49,13 @@ class FieldViolation:
 
 @dataclass(frozen=True, slots=True)
 class QuotaViolation:
-    """A quota that is used up, e.g. subject ``requests_per_min``."""
+    """A quota that is used up: ``subject`` has it, e.g. ``tenant:dev``, ``metric`` is its name,
+    e.g. ``requests_per_min``, and ``limit`` what it permits; 0 where that is not known."""
 
     subject: str
     description: str
+    metric: str = ""
+    limit: int = 0
 
 
 class SluiceError(Exception):

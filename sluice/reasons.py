@@ -204,7 +204,8 @@ One contract over gRPC and HTTP. Every refusal has a code and `google.rpc.ErrorI
 (stable: branch on it), the domain `sluice`, and in its metadata `scope` (what it is about) and
 `charged` (whether the tenant pays anything). `RetryInfo` says when asking again makes sense: the
 delay comes from the state of queue or quota and is spread, so that those who were refused together
-do not come back together. `BadRequest` names wrong fields, `QuotaFailure` the quota.
+do not come back together. `BadRequest` names wrong fields, `QuotaFailure` the quota
+(`quota_metric`), whose it is (`subject`, `tenant:NAME`) and its limit (`quota_value`).
 
 Over HTTP the body is the `google.rpc.Status` as JSON, the delay also a `Retry-After` header in
 whole seconds, and 401 carries `WWW-Authenticate`. What the edge itself refuses has the same body;

@@ -81,6 +81,8 @@ def _compose(error: SluiceError, *, full: bool) -> status_pb2.Status:
             quota.violations.add(
                 subject=violation.subject[:TEXT_CHARS_MAX],
                 description=violation.description[:TEXT_CHARS_MAX],
+                quota_metric=violation.metric[:TEXT_CHARS_MAX],
+                quota_value=violation.limit,
             )
         status.details.add().Pack(quota)
     return status
@@ -117,7 +119,11 @@ def from_status(status: status_pb2.Status) -> SluiceError:
         elif detail.Is(error_details_pb2.QuotaFailure.DESCRIPTOR):
             quota = error_details_pb2.QuotaFailure()
             detail.Unpack(quota)
-            quotas += [QuotaViolation(v.subject, v.description) for v in quota.violations]
+            quotas += [
+                # The stubs are older than the fields.
+                QuotaViolation(v.subject, v.description, v.quota_metric, v.quota_value)  # type: ignore[attr-defined]
+                for v in quota.violations
+            ]
     if info is None:
         return foreign(code, retry_after_s)
     return SluiceError(

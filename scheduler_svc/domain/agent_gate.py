@@ -46,13 +46,14 @@ class Path(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A path, and why. ``scope``: "tenant" or "scheduler", of TOO_MANY_RUNS. ``wait_s``: the
-    expected wait in the queue, of SATURATED."""
+    """A path, and why. ``scope``: "tenant" or "scheduler", of TOO_MANY_RUNS; ``quota``: the
+    tenant's, of the first. ``wait_s``: the expected wait in the queue, of SATURATED."""
 
     path: Path
     reason: GateReason
     scope: str = ""
     wait_s: float = 0.0
+    quota: QuotaViolation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class AgentGate:
         there is an agent service."""
         if mode is AgentMode.DIRECT:
             return Verdict(Path.DIRECT, GateReason.NOT_ASKED)
+        quota = None
         reason, scope, wait_s = GateReason.ALLOWED, "", 0.0
         if not allowed:
             reason = GateReason.NOT_ALLOWED
@@ -112,6 +114,8 @@ class AgentGate:
             reason = GateReason.NOT_AVAILABLE
         elif tenant_runs_max is not None and self._runs[tenant] >= tenant_runs_max:
             reason, scope = GateReason.TOO_MANY_RUNS, "tenant"
+            words = "limit of agent runs at once"
+            quota = QuotaViolation(f"tenant:{tenant}", words, "concurrent_runs", tenant_runs_max)
         elif self.runs >= self._limits.runs_max:
             reason, scope = GateReason.TOO_MANY_RUNS, "scheduler"
         elif (
@@ -121,7 +125,7 @@ class AgentGate:
         if reason is GateReason.ALLOWED:
             return Verdict(Path.AGENT, reason)
         path = Path.DIRECT if mode is AgentMode.AUTO else Path.REFUSED
-        return Verdict(path, reason, scope, wait_s)
+        return Verdict(path, reason, scope, wait_s, quota)
 
     def begin(self, tenant: str) -> None:
         """A run that was let through begins."""
@@ -150,8 +154,8 @@ class AgentGate:
             retry_after_s=self._retry_after_s(verdict) if busy else None,
             metadata=metadata,
         )
-        if verdict.scope == "tenant":
-            refusal.quotas = (QuotaViolation("concurrent_runs", "limit of agent runs at once"),)
+        if verdict.quota is not None:
+            refusal.quotas = (verdict.quota,)
         return refusal
 
     def _retry_after_s(self, verdict: Verdict) -> float:

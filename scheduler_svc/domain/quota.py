@@ -541,7 +541,8 @@ class QuotaAccount:
         self.counts.refused[verdict.quota] += 1
         spread = number * 2_654_435_761 % 2**32 / 2**32  # Knuth's hash, 0 to 1
         delay_s = verdict.delay_ms / 1000
-        return refused(verdict.quota, delay_s * (1.0 + DELAY_SPREAD * spread) - since_s)
+        delay_s = delay_s * (1.0 + DELAY_SPREAD * spread) - since_s
+        return refused(verdict.quota, delay_s, self.tenant, self.limits)
 
     def _note_full(self, tokens: int, verdict: Verdict, now: float) -> None:
         """Whoever asks for as much within the next moment would hear the same: a tenant far over
@@ -589,5 +590,5 @@ class QuotaAccount:
             self._note_full(waiter.tokens, verdict, now)
         if verdict.decision is Decision.NEVER:
             self.counts.refused[verdict.quota] += 1
-            return [(waiter, never(verdict.quota))]
+            return [(waiter, never(verdict.quota, self.tenant, self.limits))]
         return [(waiter, self._refuse(verdict, 0.0))]

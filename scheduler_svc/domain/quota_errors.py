@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from sluice.errors import Code, QuotaViolation, SluiceError, exhausted, unavailable
-from sluice.quota.exchange import QuotaKind
+from sluice.quota.exchange import Limits, QuotaKind
 
 _METADATA: Final = {"scope": "tenant", "charged": "false"}
 _WORDS: Final = {
@@ -16,15 +16,20 @@ _WORDS: Final = {
 }
 
 
-def _violation(quota: QuotaKind) -> tuple[dict[str, str], tuple[QuotaViolation, ...], str]:
+def _violation(
+    quota: QuotaKind, tenant: str, limits: Limits
+) -> tuple[dict[str, str], tuple[QuotaViolation, ...], str]:
     words = _WORDS.get(quota, "quota")
     name = quota.name.lower()
-    return {**_METADATA, "quota": name}, (QuotaViolation(name, f"limit of {words}"),), words
+    # Unknown when the quota was taken away while the answer was on its way.
+    limit: int | None = getattr(limits, name, None)
+    violation = QuotaViolation(f"tenant:{tenant}", f"limit of {words}", name, limit or 0)
+    return {**_METADATA, "quota": name}, (violation,), words
 
 
-def refused(quota: QuotaKind, retry_after_s: float) -> SluiceError:
-    """A quota has no room before ``retry_after_s``."""
-    metadata, quotas, words = _violation(quota)
+def refused(quota: QuotaKind, retry_after_s: float, tenant: str, limits: Limits) -> SluiceError:
+    """A quota of ``tenant``, one of its ``limits``, has no room before ``retry_after_s``."""
+    metadata, quotas, words = _violation(quota, tenant, limits)
     return exhausted(
         "QUOTA_EXCEEDED",
         f"The tenant's quota of {words} is used up.",
@@ -34,9 +39,9 @@ def refused(quota: QuotaKind, retry_after_s: float) -> SluiceError:
     )
 
 
-def never(quota: QuotaKind) -> SluiceError:
+def never(quota: QuotaKind, tenant: str, limits: Limits) -> SluiceError:
     """The request needs more than the whole quota: trying again does not help."""
-    metadata, quotas, words = _violation(quota)
+    metadata, quotas, words = _violation(quota, tenant, limits)
     return SluiceError(
         Code.RESOURCE_EXHAUSTED,
         "QUOTA_TOO_SMALL",

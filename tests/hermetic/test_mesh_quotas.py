@@ -141,12 +141,12 @@ async def test_what_is_refused_by_concurrency_is_not_charged_to_the_minute(runni
         assert await first.read() is not grpc.aio.EOF
         second = await refusal(client)
         assert second.reason == "QUOTA_EXCEEDED"
-        assert [one.subject for one in second.quotas] == ["concurrent_requests"]
+        assert [one.metric for one in second.quotas] == ["concurrent_requests"]
         first.cancel()
         await settled(running, who)
         assert await ask(client) == "OK"
         third = await refusal(client)
-        assert [one.subject for one in third.quotas] == ["requests_per_min"]
+        assert [one.metric for one in third.quotas] == ["requests_per_min"]
 
 
 async def test_a_refusal_says_which_quota_and_when_to_come_again(running: Mesh) -> None:
@@ -168,7 +168,9 @@ async def test_a_refusal_says_which_quota_and_when_to_come_again(running: Mesh) 
     details = {detail["@type"].rsplit(".", 1)[1]: detail for detail in body["details"]}
     assert details["ErrorInfo"]["reason"] == "QUOTA_EXCEEDED"
     assert details["ErrorInfo"]["metadata"]["charged"] == "false"
-    assert details["QuotaFailure"]["violations"][0]["subject"] == "requests_per_min"
+    (violation,) = details["QuotaFailure"]["violations"]
+    assert violation["subject"] == f"tenant:{who.name}"
+    assert (violation["quota_metric"], violation["quota_value"]) == ("requests_per_min", "1")
     assert details["RetryInfo"]["retry_delay"].endswith("s")
 
 

@@ -15,7 +15,7 @@ from sluice.command.client import MeshClient
 from sluice.command.failures import NotReadyError, StartError, UnreachableError, one_line
 from sluice.config import ConfigError
 from sluice.errors import Code, FieldViolation, QuotaViolation, SluiceError
-from sluice.quota.exchange import QuotaKind
+from sluice.quota.exchange import Limits, QuotaKind
 from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
 
 
@@ -42,7 +42,7 @@ def test_a_field_that_the_message_names_already_is_not_repeated() -> None:
 
 
 def test_a_quota_that_the_message_names_already_is_not_repeated() -> None:
-    assert one_line(never(QuotaKind.TOKENS_PER_DAY)) == (
+    assert one_line(never(QuotaKind.TOKENS_PER_DAY, "dev", Limits(tokens_per_day=5))) == (
         "RESOURCE_EXHAUSTED QUOTA_TOO_SMALL: The request needs more than the tenant's whole quota"
         " of tokens per day"
     )

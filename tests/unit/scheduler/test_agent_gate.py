@@ -21,7 +21,7 @@ from scheduler_svc.domain.agent_gate import (
     extra_cost,
 )
 from scheduler_svc.domain.model import Outcome
-from sluice.errors import Code
+from sluice.errors import Code, QuotaViolation
 from tests.unit.scheduler.scheduling import Bench, a_ticket
 
 IDLE = FleetLoad(0.0, 0.0)
@@ -99,7 +99,9 @@ def test_runs_are_bounded_for_a_tenant_and_for_all_and_come_back() -> None:
     gate.begin("t")
     verdict = judged(gate, tenant_runs_max=1)
     assert (verdict.reason, verdict.scope) == (GateReason.TOO_MANY_RUNS, "tenant")
-    assert gate.refusal(verdict).quotas[0].subject == "concurrent_runs"
+    assert gate.refusal(verdict).quotas == (
+        QuotaViolation("tenant:t", "limit of agent runs at once", "concurrent_runs", 1),
+    )
     gate.begin("u")
     gate.begin("u")
     verdict = judged(gate, tenant_runs_max=2)

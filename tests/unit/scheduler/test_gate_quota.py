@@ -175,7 +175,7 @@ def test_what_lapsed_while_it_waited_is_reserved_anew_before_it_starts(scenario:
 def test_what_lapsed_and_finds_no_quota_is_refused_and_its_room_is_free(scenario: Play) -> None:
     async def body(r: Rig, quota: ScriptedQuota) -> None:
         quota.may = [-1.0]
-        quota.refusal = refused(QuotaKind.REQUESTS_PER_MIN, 7.0)
+        quota.refusal = refused(QuotaKind.REQUESTS_PER_MIN, 7.0, "t", Limits(1))
         live = await submit(r)
         await asyncio.sleep(quota.answer_s)
         assert live.error is quota.refusal and live.outcome is Outcome.QUOTA_EXCEEDED

@@ -391,6 +391,9 @@ def test_a_tenant_far_over_its_limit_costs_few_exchanges(run_virtual: Run) -> No
                     await quota.reserve(T, 1)
                 assert refused.value.reason == "QUOTA_EXCEEDED"
                 assert 57 < (refused.value.retry_after_s or 0) < 66.3
+                (quota_of,) = refused.value.quotas
+                assert quota_of.subject == f"tenant:{T}"
+                assert (quota_of.metric, quota_of.limit) == ("requests_per_min", 3)
                 await asyncio.sleep(0.005)
             assert wire.calls - before <= 15
             quota.release(held[0])

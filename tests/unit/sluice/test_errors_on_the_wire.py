@@ -39,7 +39,9 @@ _ERRORS = st.builds(
     metadata=st.dictionaries(st.from_regex(r"[a-z_]{1,10}", fullmatch=True), _TEXT, max_size=3),
     retry_after_s=st.none() | st.integers(0, 10**7).map(lambda ms: ms / 1000),
     fields=st.lists(st.builds(FieldViolation, _TEXT, _TEXT), max_size=3),
-    quotas=st.lists(st.builds(QuotaViolation, _TEXT, _TEXT), max_size=3),
+    quotas=st.lists(
+        st.builds(QuotaViolation, _TEXT, _TEXT, _TEXT, st.integers(0, 10**12)), max_size=3
+    ),
 )
 
 
