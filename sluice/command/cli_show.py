@@ -106,13 +106,15 @@ def settings(
     ] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Print every setting: value, where it comes from, default, range, unit and meaning."""
-    from sluice.command.settings_page import declared, render
+    """Print every setting: value, where it comes from, default, range, unit and meaning. One that a
+    service would refuse is refused here too."""
+    from sluice.command.settings_page import check, declared, render
 
     if markdown:
         typer.echo(render(), nl=False)
         return
     file = config_file(config)
+    check(file)
     section = ""
     for info in declared():
         if not info.where.startswith(only):

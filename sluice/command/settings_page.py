@@ -1,7 +1,7 @@
-"""docs/CONFIGURATION.md: every setting that the services declare, as one page.
+"""docs/CONFIGURATION.md: every setting that the services declare, as one page; and their check.
 
 Owns where settings are declared, and the form of the page. Pure but for importing the modules that
-declare them; a service that is not installed is left out.
+declare them, and for reading the file to check it; a service that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Final
 
-from sluice.config import SECTIONS, SettingInfo, all_settings
+from sluice.config import SECTIONS, SettingInfo, all_settings, load
+from sluice.mesh_config import MeshFile
 
 PAGE: Final = "docs/CONFIGURATION.md"
 # The services' own are found by name, since nothing here imports one.
@@ -29,13 +30,28 @@ Written by `sluice config --markdown`; a test compares. `sluice config` prints t
 
 A value comes from the environment, else from [sluice.toml](../sluice.toml), else it is the default.
 A list in the environment is separated by commas. An unknown name, a value of another type or out of
-range refuses the start with exit status 78 and names the setting. An `[[instance]]` is explained
-where it stands, in [sluice.toml](../sluice.toml).
+range refuses the start with exit status 78 and names the setting; `sluice config` and `sluice up`
+refuse it before any process starts. An `[[instance]]` is explained where it stands, in
+[sluice.toml](../sluice.toml).
 """
 
 
 def declared() -> Iterator[SettingInfo]:
     """Every setting, section by section, in the order in which they are declared."""
+    sections = _sections()  # before: importing a module is what makes its settings known
+    known = list(all_settings())
+    for section in sections:
+        yield from (info for info in known if info.section == section)
+
+
+def check(file: MeshFile) -> None:
+    """Reads every section as its service will, so that a setting is refused before any process
+    starts. Raises ConfigError for the first that is wrong."""
+    for section in _sections():
+        load(SECTIONS[section], section, path=file.path, environ=file.environ)
+
+
+def _sections() -> list[str]:
     sections: list[str] = []
     for name in MODULES:
         try:
@@ -43,9 +59,7 @@ def declared() -> Iterator[SettingInfo]:
         except ModuleNotFoundError:
             continue
         sections += [s for s, cls in SECTIONS.items() if cls.__module__ == module.__name__]
-    known = list(all_settings())
-    for section in sections:
-        yield from (info for info in known if info.section == section)
+    return sections
 
 
 def render() -> str:

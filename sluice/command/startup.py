@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from sluice import edge
-from sluice.command import first_files, mesh_state, preflight, processes, shutdown
+from sluice.command import first_files, mesh_state, preflight, processes, settings_page, shutdown
 from sluice.command.failures import NotReadyError, StartError
 from sluice.command.log_files import size_of, tail
 from sluice.command.log_lines import cause
@@ -69,6 +69,7 @@ def local_topology(file: MeshFile, engine: Engine | None, instances: int | None)
 def up(file: MeshFile, options: UpOptions, screen: UpScreen) -> int:
     """Starts the mesh; returns an exit status. Raises ConfigError and StartError before anything
     has been started."""
+    settings_page.check(file)
     topology = local_topology(file, options.engine, options.instances)
     paths = RunPaths(file.runtime_dir)
     paths.run.mkdir(parents=True, exist_ok=True)

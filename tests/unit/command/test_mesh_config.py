@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from sluice.command import settings_page
+from sluice.command.cli import run
+from sluice.command.cli_support import EXIT_USAGE
 from sluice.config import ConfigError
 from sluice.mesh_config import (
     TABLES,
@@ -219,3 +221,40 @@ def test_what_names_no_collector_is_refused_when_the_file_is_read(
 ) -> None:
     with pytest.raises(ConfigError, match=r"mesh\.otlp_endpoint"):
         made(tmp_path, f'[mesh]\notlp_endpoint = "{endpoint}"\n')
+
+
+@pytest.mark.parametrize("command", ["config", "up"])
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("SLUICE_SCHEDULER_PLACEMENT", "random", "scheduler.placement: 'random'"),
+        ("SLUICE_SCHEDULER_PLACEMNT", "weighted", "no setting scheduler.placemnt"),
+        ("SLUICE_EXECUTION_DRAIN_GRACE_S", "-1", "execution.drain_grace_s"),
+        ("SLUICE_INFERENCE_REQUIRE_GRANTS", "false", "inference.require_grants"),
+        ("SLUICE_STATE_PROBE_LAG_S", "soon", "state.probe_lag_s"),
+    ],
+)
+def test_what_a_service_would_refuse_is_refused_before_any_starts(
+    command: str,
+    variable: str,
+    value: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "sluice.toml"
+    path.write_text(ENTRY)
+    monkeypatch.setenv(variable, value)
+    arguments = ["--engine", "simulated"] if command == "up" else []
+    assert run([command, "--config", str(path), *arguments], {}) == EXIT_USAGE
+    said = capsys.readouterr()
+    assert words in said.err
+    assert not said.out
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_setting_in_the_file_that_no_service_has_is_refused(tmp_path: Path) -> None:
+    settings_page.check(made(tmp_path))
+    with pytest.raises(ConfigError, match=r"scheduler\.placemnt: there is no such setting"):
+        settings_page.check(made(tmp_path, f'[scheduler]\nplacemnt = "weighted"\n{ENTRY}'))
