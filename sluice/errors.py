@@ -4,7 +4,8 @@ Owns :class:`SluiceError` and the words for making one. Pure: no gRPC, no protob
 domain may raise it; ``sluice.status`` turns it into a ``google.rpc.Status`` and back.
 
 A message is a fixed, safe text: it reaches clients as it stands. It never holds an exception's
-text, a prompt, a key or a path. What varies goes into ``metadata``, ``fields`` and ``quotas``.
+text, a prompt, a key or a path. What varies goes into ``metadata``, ``fields`` and ``quotas``; a
+name may stand in the message too, bounded and, where it is the client's own, quoted.
 """
 
 from __future__ import annotations

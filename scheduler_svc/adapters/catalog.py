@@ -7,6 +7,7 @@ restarting engine is UNAVAILABLE and not NOT_FOUND. Synchronous; no state of its
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from scheduler_svc.adapters.alias_table import AliasTable
 from scheduler_svc.adapters.fleet_watch import FleetWatch
@@ -14,6 +15,9 @@ from scheduler_svc.adapters.tenant import Tenant
 from sluice.errors import SluiceError, failed_precondition, not_found, unavailable
 from sluice.inference.v1 import inference_pb2
 from sluice.scheduler.v1 import generate_pb2
+
+SHOWN_CHARS_MAX: Final = 64
+"""Of an unknown model's name, in the refusal's message; its metadata has the whole."""
 
 
 class Catalog:
@@ -127,4 +131,8 @@ def _entry(described: inference_pb2.GetModelResponse) -> generate_pb2.Model:
 
 
 def _unknown(name: str) -> SluiceError:
-    return not_found("MODEL_UNKNOWN", "no such model for this tenant", metadata={"model": name})
+    # The client's own word, so cut, quoted, and with what does not print escaped.
+    shown = ascii(name if len(name) <= SHOWN_CHARS_MAX else f"{name[:SHOWN_CHARS_MAX]}...")
+    return not_found(
+        "MODEL_UNKNOWN", f"no such model for this tenant: {shown}", metadata={"model": name}
+    )
