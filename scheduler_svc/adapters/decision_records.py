@@ -27,6 +27,8 @@ from sluice.scheduler.v1 import records_pb2
 RECORD_BYTES_MAX: Final = 16 * 1024
 REASON_CHARS_MAX: Final = 64
 
+# By the names of TenantQuota's fields.
+_QUOTA: Final = re.compile(r"[a-z_]{1,64}")
 _REASON: Final = re.compile(rf"[A-Z][A-Z0-9_]{{0,{REASON_CHARS_MAX - 1}}}")
 _CLASSES: Final = {
     each: policy_pb2.PriorityClass.Value(f"PRIORITY_CLASS_{each.name}") for each in PriorityClass
@@ -59,6 +61,7 @@ class Recorder:
         """The record of a request that was admitted."""
         record = self._begun(live.ticket, outcome, now)
         record.reason = _reason(live.error, outcome)
+        record.quota = _quota(live.error)
         record.charged = used.charged
         record.cost = cost
         record.usage.prompt_tokens = used.prompt_tokens
@@ -75,6 +78,7 @@ class Recorder:
         """The record of a request that was refused before it was admitted."""
         record = self._begun(ticket, outcome, now)
         record.reason = _reason(error, outcome)
+        record.quota = _quota(error)
         _add_attempts(record, ticket, NOTHING_USED.output_tokens, outcome)
         return _bounded(record)
 
@@ -94,6 +98,7 @@ class Recorder:
             priority_class=_CLASSES[priority_class],
             outcome=_OUTCOMES[outcome],
             reason=_reason(error, outcome),
+            quota=_quota(error),
             gate_reason=gate_reason,
             scheduler=self.scheduler,
         )
@@ -142,6 +147,12 @@ def _add_attempt(
     set_duration(attempt.after, max(0.0, placement.at_s - arrival_s))
     for one in placement.best:
         attempt.candidates.add(instance=one.instance, score=one.score, parts=one.parts)
+
+
+def _quota(error: SluiceError | None) -> str:
+    """The quota that is used up; what came from an engine is taken only in the form of a name."""
+    metric = error.quotas[0].metric if error is not None and error.quotas else ""
+    return metric if _QUOTA.fullmatch(metric) else ""
 
 
 def _reason(error: SluiceError | None, outcome: Outcome) -> str:

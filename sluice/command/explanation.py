@@ -125,6 +125,8 @@ def _end(record: records_pb2.DecisionRecord) -> Iterator[str]:
     times = record.timings
     total = f" after {_seconds(times.total)}" if times.HasField("total") else ""
     yield f"It ended: {outcome.replace('_', ' ')}{reason}{total}."
+    if record.quota:
+        yield f"The quota: {record.quota}."
     if advice := ADVICE.get(record.reason):
         yield advice
     if times.HasField("first_token"):

@@ -107,10 +107,12 @@ def test_what_was_refused_at_entry_is_told_without_gaps() -> None:
         model="m",
         outcome=policy_pb2.OUTCOME_QUOTA_EXCEEDED,
         reason="QUOTA_TOO_SMALL",
+        quota="tokens_per_min",
     )
     lines = list(story(record))
     assert lines[2:4] == ["", "It ended: quota exceeded (QUOTA_TOO_SMALL)."]
-    assert "max_tokens" in lines[4]
+    assert "tokens_per_min" in lines[4]
+    assert "max_tokens" in lines[5]
 
 
 def test_every_filter_of_the_scheduler_has_words() -> None:

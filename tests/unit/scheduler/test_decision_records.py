@@ -21,9 +21,11 @@ from scheduler_svc.adapters.quota_keeper import NOTHING_USED, Consumption, consu
 from scheduler_svc.domain.decision import Candidate, Placement, Trail
 from scheduler_svc.domain.flush import FlushBudget
 from scheduler_svc.domain.model import InstanceName, Outcome, PriorityClass
+from scheduler_svc.domain.quota_errors import refused
 from sluice.common.v1 import policy_pb2
-from sluice.errors import Code, SluiceError
+from sluice.errors import Code, QuotaViolation, SluiceError, exhausted
 from sluice.inference.v1 import inference_pb2
+from sluice.quota.exchange import Limits, QuotaKind
 from sluice.scheduler.v1 import generate_pb2, records_pb2
 from tests.unit.scheduler.gate_rig import Rig, rig
 from tests.unit.scheduler.scheduling import a_ticket
@@ -140,6 +142,26 @@ def test_a_refused_request_says_why_and_what_stood_in_the_way() -> None:
         "refused",
         {"no_room": 2},
     )
+
+
+def test_the_quota_that_refused_is_named_however_far_the_request_came() -> None:
+    error = refused(QuotaKind.TOKENS_PER_DAY, 1.0, "t", Limits(tokens_per_day=5))
+    outcome = Outcome.QUOTA_EXCEEDED
+    live = a_live()
+    live.fail(error, outcome)
+    for record in (
+        RECORDER.refused(a_ticket(), outcome, error, 0.0),
+        RECORDER.wrong("t", "r", PriorityClass.BATCH, outcome, error),
+        RECORDER.ended(live, outcome, NOTHING_USED, 0.0, 1.0),
+    ):
+        assert (record.reason, record.quota) == ("QUOTA_EXCEEDED", "tokens_per_day")
+    assert not RECORDER.refused(a_ticket(), Outcome.QUEUE_FULL, refusal(), 0.0).quota
+
+
+@pytest.mark.parametrize("metric", ["", f"x {CANARY}", "a" * 65])
+def test_a_quota_that_is_none_is_not_told(metric: str) -> None:
+    error = exhausted("X", "", 1.0, quotas=[QuotaViolation("", "", metric)])
+    assert not RECORDER.refused(a_ticket(), Outcome.INTERNAL, error, 0.0).quota
 
 
 @pytest.mark.parametrize("reason", ["", "two words", "lower", "A" * 65, f"X{CANARY}"])
