@@ -76,8 +76,12 @@ def simulate(
         float, typer.Option(help="The trace so many times as fast.", min=1e-6, max=1e6)
     ] = 1.0,
     fleet: Annotated[
-        str, typer.Option(help="Instances of each kind, as default=8,small=2.")
-    ] = "default=4",
+        str,
+        typer.Option(
+            help="Instances of each kind, as default=8,small=2; with --plan the kinds alone."
+            " Default: default=4; with --plan: default."
+        ),
+    ] = "",
     kinds: Annotated[Path | None, typer.Option(help="TOML file with further kinds of GPU.")] = None,
     slo: Annotated[
         list[str] | None,
@@ -120,6 +124,7 @@ def simulate(
         prompts=Lengths(float(prompt_tokens), SIGMA, 7 * prompt_tokens),
         outputs=Lengths(float(output_tokens), SIGMA, 8 * output_tokens),
     )
+    fleet = fleet or ("default" if plan else "default=4")
     counts = texts.fleet_counts(fleet, known, plan=plan)
     form = form or (None if trace is None else texts.trace_form(trace))
 

@@ -52,7 +52,9 @@ def fleet_counts(text: str, known: dict[str, GpuKind], *, plan: bool) -> list[tu
         name, equals, number = part.strip().partition("=")
         if name not in known:
             raise UsageError(f"--fleet: {name!r} is not a kind: {', '.join(known)}")
-        if plan and not equals:
+        if plan and equals:
+            raise UsageError(f"--fleet: {part!r}: --plan finds the counts; name the kind alone")
+        if plan:
             number = "1"
         if not number.isdecimal():
             raise UsageError(f"--fleet: {part!r} is not KIND=COUNT")

@@ -94,6 +94,7 @@ def test_a_plan_prints_its_search_and_its_answer(
         (["--policy", "best"], "'best' is not one of"),
         (["--plan", "--goal", "batch=2"], "between 0 and 1"),
         (["--plan", "--fleet", "default,small,large"], "one kind or two"),
+        (["--plan", "--fleet", "default=2,small"], "--fleet: 'default=2': --plan finds the counts"),
         (["--plan", "--plot", "x.png"], "no picture"),
         (["--duration", "0.001", "--rate", "0.01"], "no request came"),
         (["trace.txt"], "--format"),
