@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from scheduler_svc.domain.limits import (
 )
 from scheduler_svc.domain.model import PriorityClass
 from scheduler_svc.domain.placement import POLICIES
+from scheduler_svc.domain.prices import Prices
 from sluice.config import ConfigError, section, setting
 
 WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
@@ -282,6 +284,31 @@ class SchedulerConfig:
     write_limit_s: float = setting(
         30.0, unit="s", ge=0.1, le=3600.0, help="A client that reads nothing for so long is ended."
     )
+
+    def __post_init__(self) -> None:
+        # What a range cannot say is refused here, where the command's check sees it too.
+        _weights(self.tenant_weights)
+        pairs("scheduler.aliases", self.aliases)
+        prices(self)
+
+
+def pairs(where: str, entries: tuple[str, ...]) -> Mapping[str, str]:
+    """Entries of the form name=value. Raises ConfigError naming `where`."""
+    pairs = {}
+    for entry in entries:
+        name, separator, value = entry.partition("=")
+        if not (name and separator and value):
+            raise ConfigError(where, f"{entry!r} is not of the form name=value")
+        pairs[name] = value
+    return pairs
+
+
+def prices(config: SchedulerConfig) -> Prices:
+    """What tokens cost. Raises ConfigError."""
+    try:
+        return Prices(config.prices)
+    except ValueError as error:
+        raise ConfigError("scheduler.prices", str(error)) from error
 
 
 def agent_limits(config: SchedulerConfig) -> AgentLimits:

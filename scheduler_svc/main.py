@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
@@ -30,12 +29,18 @@ from scheduler_svc.adapters.state_admin import StateAdmin
 from scheduler_svc.adapters.state_watch import StateWatch
 from scheduler_svc.adapters.tenants import Tenants
 from scheduler_svc.adapters.usage_log import UsageLog
-from scheduler_svc.config import SchedulerConfig, agent_limits, class_times, domain_limits
+from scheduler_svc.config import (
+    SchedulerConfig,
+    agent_limits,
+    class_times,
+    domain_limits,
+    pairs,
+    prices,
+)
 from scheduler_svc.domain.agent_gate import AgentGate
 from scheduler_svc.domain.flush import FlushBudget
 from scheduler_svc.domain.model import InstanceName
 from scheduler_svc.domain.placement import POLICIES
-from scheduler_svc.domain.prices import Prices
 from scheduler_svc.domain.scheduler import Scheduler
 from sluice import logs
 from sluice import telemetry_names as names
@@ -92,7 +97,7 @@ class Parts:
         ]
         self.fleet = FleetWatch(config.instances, open_channel, self.gate)
         self.tenants = _tenants(config)
-        aliases = AliasTable(_pairs("scheduler.aliases", config.aliases))
+        aliases = AliasTable(pairs("scheduler.aliases", config.aliases))
         catalog = Catalog(self.fleet, config.default_model, config.default_embedding_model, aliases)
         if self.quota is not None:
             self.tenants.listen(self.quota.set_tenant, self.quota.remove_tenant)
@@ -112,7 +117,7 @@ class Parts:
             metrics,
             self._embed_stub,
             self.usage,
-            _prices(config),
+            prices(config),
             Decisions(
                 Recorder(config.name, config.decision_slow_share),
                 self.decisions,
@@ -218,23 +223,6 @@ def _tenants(config: SchedulerConfig) -> Tenants:
         return Tenants(config.tenants_file, awaits_state=bool(config.state))
     except (OSError, ValueError) as error:
         raise ConfigError("scheduler.tenants_file", str(error)) from error
-
-
-def _prices(config: SchedulerConfig) -> Prices:
-    try:
-        return Prices(config.prices)
-    except ValueError as error:
-        raise ConfigError("scheduler.prices", str(error)) from error
-
-
-def _pairs(where: str, entries: tuple[str, ...]) -> Mapping[str, str]:
-    pairs = {}
-    for entry in entries:
-        name, separator, value = entry.partition("=")
-        if not (name and separator and value):
-            raise ConfigError(where, f"{entry!r} is not of the form name=value")
-        pairs[name] = value
-    return pairs
 
 
 async def serve() -> int:

@@ -229,6 +229,9 @@ def test_what_names_no_collector_is_refused_when_the_file_is_read(
     [
         ("SLUICE_SCHEDULER_PLACEMENT", "random", "scheduler.placement: 'random'"),
         ("SLUICE_SCHEDULER_PLACEMNT", "weighted", "no setting scheduler.placemnt"),
+        ("SLUICE_SCHEDULER_ALIASES", "chat", "scheduler.aliases: 'chat'"),
+        ("SLUICE_SCHEDULER_TENANT_WEIGHTS", "dev=0", "scheduler.tenant_weights: 'dev=0'"),
+        ("SLUICE_SCHEDULER_PRICES", "m=1", "scheduler.prices: 'm=1'"),
         ("SLUICE_EXECUTION_DRAIN_GRACE_S", "-1", "execution.drain_grace_s"),
         ("SLUICE_INFERENCE_REQUIRE_GRANTS", "false", "inference.require_grants"),
         ("SLUICE_STATE_PROBE_LAG_S", "soon", "state.probe_lag_s"),
