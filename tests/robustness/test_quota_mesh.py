@@ -176,7 +176,8 @@ async def test_a_slow_store_delays_within_its_bound_and_refuses_nobody(running: 
         while not over.is_set():
             writer.write(b"CLIENT PAUSE 80 ALL\r\n")
             await reader.readline()
-            await asyncio.sleep(0.1)
+            # Those it holds up are let go by a timer of 100 ms: sooner, two pauses would join.
+            await asyncio.sleep(0.3)
         writer.close()
 
     slowing = asyncio.create_task(slow())
