@@ -378,6 +378,26 @@ async def test_calls_are_counted_by_method_and_code() -> None:
 # --- Health and reflection -----------------------------------------------------------------------
 
 
+async def test_a_probe_does_not_stand_behind_a_crowd_of_calls() -> None:
+    """Calls are accepted one after the other, and a handler that works holds the loop. Mutant:
+    health is known by name alone, like every other method."""
+    crowd = 400
+
+    async def work(_: object) -> None:
+        time.sleep(0.002)  # noqa: ASYNC251 - what a request costs
+
+    things = Things(before=work)
+    async with rig(things=things) as server:
+        stub: Any = health_pb2_grpc.HealthStub(server.channel)
+        calls = [asyncio.create_task(server.outcome("Unary")) for _ in range(crowd)]
+        await asyncio.sleep(0)  # all are sent
+        await stub.Check(health_pb2.HealthCheckRequest())
+        served = len(things.received)
+        await asyncio.gather(*calls)
+        assert len(things.received) == crowd
+        assert served < crowd / 10
+
+
 async def test_health_is_served_by_check_and_watch() -> None:
     async with rig() as server:
         health = server.server.health
