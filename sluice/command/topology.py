@@ -426,6 +426,8 @@ def _store(config: MeshFile, place: Place, common: Mapping[str, str]) -> Process
         # Nothing but this machine's own processes may reach it: it asks for no password.
         command += ["--bind", address.host, "--port", str(port)]
         command += ["--dir", str(place.runtime_dir / "store")]
+        # A title of its own would be written over the environment, by whose mark `down` finds it.
+        command += ["--set-proc-title", "no"]
     else:
         address = Address("127.0.0.1", REDIS_PORT)
     return Process(

@@ -159,12 +159,14 @@ def test_after_sigkill_of_the_supervisor_up_ends_the_orphans_and_starts_afresh(
 
 def test_down_finds_orphans_whose_records_are_lost(mesh: LocalMesh) -> None:
     up(mesh)
+    store = psutil.Process(mesh.record("store").pid)
     kill(mesh.record("supervisor").pid)
     for path in mesh.paths.run.glob("*.json"):
         path.unlink()
     down = mesh.run("down")
     assert down.returncode == 0
     assert mesh.living() == []
+    assert has_ended(store)
 
 
 def test_down_ends_a_child_that_hides_its_mark_and_ignores_sigterm(mesh: LocalMesh) -> None:
