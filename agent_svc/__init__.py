@@ -1,0 +1,1 @@
+"""The agent service: works off durable runs, one step after the other."""
