@@ -4,8 +4,8 @@ Goal: no connection of a tool reaches what its declaration does not allow, and n
 than its caps. Method: servers and canaries on loopback, resolvers that lie. Oracle: connections
 that the canaries saw (none), and the typed refusal. Deterministic, no seed.
 
-Mutants: egress_address_not_checked, egress_name_resolved_twice, egress_follows_redirects,
-egress_size_of_wire_only, egress_no_total_time.
+Mutants: egress_address_not_checked, egress_name_resolved_twice, egress_url_not_checked,
+egress_size_of_wire_only, egress_no_size, egress_no_total_time, egress_any_media_type.
 """
 
 from __future__ import annotations
