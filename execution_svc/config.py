@@ -14,6 +14,11 @@ class ExecutionConfig:
 
     name: str = setting("execution-0", help="Name of this replica in logs and telemetry.")
     bind: str = setting("127.0.0.1:50061", help="Address that schedulers call.")
+    agents: tuple[str, ...] = setting(
+        (),
+        le=64,
+        help="gRPC targets of the agent services, which are told of new runs. Empty: none.",
+    )
     drain_grace_s: float = setting(
         120.0, unit="s", ge=0.0, le=3600.0, help="Longest wait for open work at shutdown."
     )

@@ -25,7 +25,10 @@ INSTANCES_MAX = 64
 PORT_MAX = 65_535
 OTLP_PORT = 4317
 # Every table that some process reads. A test holds it against what the services declare.
-TABLES = ("mesh", "local", "envoy", "scheduler", "execution", "inference", "state", "instance")
+TABLES = (
+    *("mesh", "local", "envoy", "scheduler", "execution", "agent", "inference", "state"),
+    *("instance", "tool"),
+)
 _RUNTIME_LINE = re.compile(r"""^\s*runtime_dir\s*=\s*["']([^"'\n]+)["']""", re.MULTILINE)
 # A host name or an IPv4 address; an IPv6 address has lost its brackets by then.
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
@@ -92,6 +95,13 @@ class LocalSettings:
         le=16,
         unit="processes",
         help="Schedulers behind Envoy; each further one serves 100 ports above the one before.",
+    )
+    agents: int = setting(
+        1,
+        ge=1,
+        le=8,
+        unit="processes",
+        help="Agent services; each further one serves 100 ports above the one before.",
     )
     store_port: int = setting(
         16_379,
@@ -199,6 +209,17 @@ class MeshFile:
             return float(value) if isinstance(value, int | float | str) else default
         except ValueError:
             raise ConfigError(f"{section}.{field}", f"{value!r} must be a number") from None
+
+    @property
+    def tool_names(self) -> tuple[str, ...]:
+        """The names of the [[tool]] entries. Raises ConfigError."""
+        entries = self.document.get("tool", [])
+        if not isinstance(entries, list):
+            raise ConfigError("tool", "must be tables: [[tool]]")
+        return tuple(
+            _text(_mapping(entry, f"tool[{index}]").get("name"), f"tool[{index}].name")
+            for index, entry in enumerate(entries)
+        )
 
     def instances(
         self, device: Device, engine: Engine | None = None, count: int | None = None

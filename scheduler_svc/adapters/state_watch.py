@@ -245,6 +245,8 @@ def tenant_message(tenant: Tenant) -> tenants_pb2.Tenant:
         models=sorted(tenant.models),
         agents=tenant.agents,
         sessions=tenant.sessions,
+        tools=sorted(tenant.tools),
+        concurrent_runs=tenant.concurrent_runs,
     )
 
 

@@ -13,6 +13,8 @@ keys are only here. Pure.
     default_class = "standard"   # class of requests that say none
     models = []                  # models and aliases it may use; empty: all
     agents = false
+    tools = []                   # tools that its agents may use
+    concurrent_runs = 4          # agent runs at once; absent: no limit
     sessions = true
 """
 
@@ -29,8 +31,12 @@ from scheduler_svc.domain.model import PriorityClass
 
 _NAME: Final = re.compile(r"[a-z0-9-]{1,64}")
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
+RUNS_MAX: Final = (1 << 32) - 1
 _FIELDS: Final = frozenset(
-    ("name", "key_sha256", "ceiling", "default_class", "models", "agents", "sessions")
+    (
+        *("name", "key_sha256", "ceiling", "default_class", "models"),
+        *("agents", "tools", "concurrent_runs", "sessions"),
+    )
 )
 
 
@@ -82,23 +88,29 @@ def _tenant(entry: object, where: str) -> Tenant:
         raise TenantsFileError(f"{where}: not a table")
     if unknown := entry.keys() - _FIELDS:
         raise TenantsFileError(f"{where}.{min(unknown)}: unknown field")
-    name = entry.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    own = entry.get("name")
+    if not isinstance(own, str) or not _NAME.fullmatch(own):
         raise TenantsFileError(f"{where}.name: must match {_NAME.pattern}")
-    models = entry.get("models", [])
-    if not isinstance(models, list) or not all(isinstance(model, str) for model in models):
-        raise TenantsFileError(f"{where}.models: must be a list of names")
+    for field in ("models", "tools"):
+        names = entry.get(field, [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise TenantsFileError(f"{where}.{field}: must be a list of names")
+    runs = entry.get("concurrent_runs")
+    if runs is not None and (type(runs) is not int or not 0 <= runs <= RUNS_MAX):
+        raise TenantsFileError(f"{where}.concurrent_runs: must be a number of 0 to {RUNS_MAX}")
     for right in ("agents", "sessions"):
         if not isinstance(entry.get(right, False), bool):
             raise TenantsFileError(f"{where}.{right}: must be true or false")
     ceiling = _class(entry.get("ceiling", "critical"), f"{where}.ceiling")
     default = _class(entry.get("default_class", "standard"), f"{where}.default_class")
     return Tenant(
-        name=name,
+        name=own,
         ceiling=ceiling,
         default_class=max(default, ceiling),
-        models=frozenset(models),
+        models=frozenset(entry.get("models", [])),
         agents=entry.get("agents", False),
+        tools=frozenset(entry.get("tools", [])),
+        concurrent_runs=runs,
         sessions=entry.get("sessions", True),
     )
 

@@ -21,10 +21,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from sluice import __version__
+from sluice.command.cli_agent import agent_app
 from sluice.command.cli_calls import calls
+from sluice.command.cli_docs import docs_app
 from sluice.command.cli_explain import add_explain
 from sluice.command.cli_fleet import add_fleet
 from sluice.command.cli_grant import add_grant
+from sluice.command.cli_sessions import sessions_app, with_session_value
 from sluice.command.cli_show import show
 from sluice.command.cli_simulate import add_simulate
 from sluice.command.cli_support import (
@@ -39,6 +42,7 @@ from sluice.command.cli_support import (
     status_of,
 )
 from sluice.command.cli_tenants import tenants_app
+from sluice.command.cli_tools import tools_app
 from sluice.command.cli_usage import add_usage
 
 if TYPE_CHECKING:
@@ -47,7 +51,7 @@ if TYPE_CHECKING:
 EPILOG: Final = (
     "Exit status: 0 done; 1 failed; 2 wrong use or configuration; 3 no mesh answers; 4 the mesh"
     " refuses the request; 5 the mesh is busy or not available, try again later; 6 the deadline"
-    " passed; 130 interrupted."
+    " passed; 7 the run waits for a person; 130 interrupted."
 )
 
 app = typer.Typer(
@@ -62,7 +66,11 @@ app = typer.Typer(
 compose_app = typer.Typer(help="The docker compose file, made from sluice.toml.")
 app.add_typer(compose_app, name="compose")
 app.add_typer(tenants_app, name="tenants")
+app.add_typer(tools_app, name="tools")
 calls(app)
+app.add_typer(agent_app, name="agent")
+app.add_typer(docs_app, name="docs")
+app.add_typer(sessions_app, name="sessions")
 add_fleet(app)
 add_explain(app)
 add_usage(app)
@@ -188,7 +196,7 @@ def main() -> None:
 def run(arguments: list[str], environ: Mapping[str, str]) -> int:
     """Runs one command line; returns its exit status."""
     try:
-        result = app(args=arguments or ["--help"], standalone_mode=False)
+        result = app(args=with_session_value(arguments) or ["--help"], standalone_mode=False)
     except typer.Abort:
         return EXIT_INTERRUPTED
     except KeyboardInterrupt:

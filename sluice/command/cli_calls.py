@@ -100,7 +100,7 @@ def generate(
     if json_schema is not None:
         sampling.structured_output.json_schema = json_schema.read_text(encoding="utf-8")
     request = generate_pb2.GenerateRequest(
-        model=model, sampling=sampling, priority_class=_class_number(priority)
+        model=model, sampling=sampling, priority_class=class_number(priority)
     )
     if system:
         request.messages.add(role="system", content=system)
@@ -119,20 +119,32 @@ def chat(
     system: SystemOption = "",
     max_tokens: MaxTokensOption = None,
     temperature: TemperatureOption = None,
+    session: Annotated[
+        str,
+        typer.Option(
+            help="Keep the conversation in the mesh: `--session` begins a session, `--session ID`"
+            " goes on with one."
+        ),
+    ] = "",
     timeout: TimeoutOption = TIMEOUT_S,
     config: ConfigOption = None,
     endpoint: EndpointOption = "",
     key_file: KeyFileOption = None,
 ) -> None:
-    """Talk with the model; answers stream. The conversation is kept here and sent with each
-    turn.
-    """
+    """Talk with the model; answers stream. The conversation is kept here and sent with each turn,
+    or with --session in the mesh."""
     from sluice.common.v1 import sampling_pb2
     from sluice.scheduler.v1 import generate_pb2
 
     sampling = sampling_pb2.SamplingParams(temperature=temperature)
     if max_tokens is not None:
         sampling.max_tokens = max_tokens
+    if session:
+        from sluice.command.cli_sessions import SessionChat, chat_in_session
+
+        with open_client(config, endpoint, key_file) as client:
+            kept = SessionChat(client, model, sampling, system, timeout)
+            raise typer.Exit(chat_in_session(kept, session, _turns()))
     request = generate_pb2.GenerateRequest(model=model, sampling=sampling)
     if system:
         request.messages.add(role="system", content=system)
@@ -313,7 +325,8 @@ def _label() -> None:
     errors().print(Text(SIMULATED_LABEL, style="bold yellow"))
 
 
-def _class_number(name: str) -> policy_pb2.PriorityClass.ValueType:
+def class_number(name: str) -> policy_pb2.PriorityClass.ValueType:
+    """The priority class of that word; UNSPECIFIED for an empty one. Raises BadParameter."""
     from sluice.common.v1 import policy_pb2
 
     if not name:

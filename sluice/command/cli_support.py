@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -19,6 +19,7 @@ from sluice.config import ConfigError, config_path
 from sluice.errors import Code, SluiceError
 
 if TYPE_CHECKING:
+    from google.protobuf.message import Message
     from rich.table import Table
 
     from sluice.command.client import MeshClient
@@ -32,6 +33,7 @@ EXIT_NO_MESH: Final = 3
 EXIT_REFUSED: Final = 4
 EXIT_BUSY: Final = 5
 EXIT_DEADLINE: Final = 6
+EXIT_WAITING: Final = 7
 EXIT_INTERRUPTED: Final = 130
 
 _BUSY: Final = (Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE, Code.ABORTED)
@@ -39,6 +41,8 @@ _FAULTS: Final = (Code.INTERNAL, Code.UNKNOWN, Code.DATA_LOSS)
 # Wider than any row; rich pads a table to its own width, not to this.
 TABLE_WIDTH_MAX: Final = 10_000
 _CONFIG_NAME: Final = "sluice.toml"
+_SPAN: Final = re.compile(r"(\d{1,6})([smhd])")
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 ConfigOption = Annotated[
     Path | None,
@@ -226,3 +230,23 @@ def _status_of_code(code: Code) -> int:
 def is_interactive() -> bool:
     """Whether a person types."""
     return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def span_s(text: str, option: str) -> int:
+    """The seconds of e.g. 30s, 5m, 12h or 90d. Raises BadParameter, which names `option`."""
+    found = _SPAN.fullmatch(text)
+    if found is None:
+        raise typer.BadParameter(
+            f"{text!r} must be a number and s, m, h or d, e.g. 90d", param_hint=option
+        )
+    return int(found[1]) * _SECONDS[found[2]]
+
+
+def as_document(message: Message) -> dict[str, Any]:
+    """A message as the JSON API writes it: the protos' names, and defaults as such."""
+    from google.protobuf import json_format
+
+    document: dict[str, Any] = json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return document

@@ -24,11 +24,14 @@ from sluice.command.cli_support import (
     output,
     print_table,
     run_paths,
+    span_s,
 )
 from sluice.config import ConfigError
 from sluice.errors import SluiceError
 
 if TYPE_CHECKING:
+    from google.protobuf.internal.containers import RepeatedScalarFieldContainer
+
     from sluice.command.client import MeshClient
     from sluice.scheduler.v1 import admin_pb2
 
@@ -39,8 +42,6 @@ COUNT_MAX: Final = (1 << 32) - 1
 NAMES_SHOWN: Final = 10
 TOKENS_MAX: Final = 10**12
 _NAME: Final = re.compile(r"[a-z0-9-]{1,64}")
-_SPAN: Final = re.compile(r"(\d{1,6})([smhd])")
-_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 # Of a key that came with the tenants file; its own part is the start of the key's hash.
 _FILE_KEY: Final = "file-"
 _FILE_KEY_CHARS: Final = 24
@@ -64,6 +65,13 @@ CeilingOption = Annotated[
 ModelOption = Annotated[
     list[str] | None,
     typer.Option(help="A model or alias that it may use; repeatable. `none`: all, the default."),
+]
+ToolOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A tool that its agents may use; repeatable. `none`: none, the default.",
+        show_default=False,
+    ),
 ]
 LimitOption = Annotated[str, typer.Option(help="A number; `none`: no limit, the default.")]
 AgentsOption = Annotated[
@@ -93,7 +101,7 @@ def list_tenants(config: ConfigOption = None, endpoint: EndpointOption = "") -> 
     table = Table(box=None, pad_edge=False)
     for column in (
         *("tenant", "class", "ceiling", "models", "requests/min", "tokens/min", "at once"),
-        *("tokens/day", "rights", "keys"),
+        *("tokens/day", "runs at once", "rights", "tools", "keys"),
     ):
         table.add_column(column, overflow="fold", no_wrap=column == "tenant")
     for one in found.tenants:
@@ -104,6 +112,7 @@ def list_tenants(config: ConfigOption = None, endpoint: EndpointOption = "") -> 
             Text(", ".join(one.models) or "all"),
             *(_limit(one.quota, field) for field in _LIMITS),
             Text(", ".join(_rights(one)) or "-"),
+            Text(", ".join(one.tools) or "-"),
             str(sum(key.tenant == one.name for key in found.keys)),
         )
     print_table(table)
@@ -120,6 +129,8 @@ def add(
     concurrent: LimitOption = "",
     tokens_per_day: LimitOption = "",
     agents: AgentsOption = None,
+    tool: ToolOption = None,
+    concurrent_runs: LimitOption = "",
     sessions: SessionsOption = None,
     fail_open: FailOpenOption = None,
     config: ConfigOption = None,
@@ -132,9 +143,11 @@ def add(
     if not _NAME.fullmatch(name):
         raise ConfigError("name", f"{name!r} must be [a-z0-9-], 1 to 64 characters")
     tenant = admin_pb2.Tenant(name=name, sessions=True)
+    limits = (requests_per_min, tokens_per_min, concurrent, tokens_per_day, concurrent_runs)
     _set(tenant, default_class, ceiling, model)
-    _set_limits(tenant, requests_per_min, tokens_per_min, concurrent, tokens_per_day)
+    _set_limits(tenant, *limits)
     _set_rights(tenant, agents, sessions, fail_open)
+    _set_names(tenant.tools, tool)
     path = _key_path(config, name)
     with open_admin(config, endpoint) as client:
         _create(client, tenant)
@@ -156,6 +169,8 @@ def change(
     concurrent: LimitOption = "",
     tokens_per_day: LimitOption = "",
     agents: AgentsOption = None,
+    tool: ToolOption = None,
+    concurrent_runs: LimitOption = "",
     sessions: SessionsOption = None,
     fail_open: FailOpenOption = None,
     config: ConfigOption = None,
@@ -164,14 +179,16 @@ def change(
     """Change a tenant: what is given, and nothing else."""
     from sluice.scheduler.v1 import admin_pb2
 
-    words = (default_class, ceiling, requests_per_min, tokens_per_min, concurrent, tokens_per_day)
-    if not any(words) and all(one is None for one in (model, agents, sessions, fail_open)):
+    limits = (requests_per_min, tokens_per_min, concurrent, tokens_per_day, concurrent_runs)
+    others = (model, agents, tool, sessions, fail_open)
+    if not any((default_class, ceiling, *limits)) and all(one is None for one in others):
         raise typer.BadParameter("no option says what to change; --help lists them")
     with open_admin(config, endpoint) as client:
         tenant = _named(_listed(client), name)
         _set(tenant, default_class, ceiling, model)
-        _set_limits(tenant, requests_per_min, tokens_per_min, concurrent, tokens_per_day)
+        _set_limits(tenant, *limits)
         _set_rights(tenant, agents, sessions, fail_open)
+        _set_names(tenant.tools, tool)
         request = admin_pb2.PutTenantRequest(tenant=tenant, expected_version=tenant.version)
         client.admin("PutTenant", request)
     output().print(f"Tenant {name} is changed; schedulers follow within a second.")
@@ -235,7 +252,7 @@ def key_add(
 
     request = admin_pb2.CreateKeyRequest(tenant=name, label=label)
     if expires:
-        request.expire_time.seconds = int(time.time()) + _span_s(expires)
+        request.expire_time.seconds = int(time.time()) + span_s(expires, "--expires")
     with open_admin(config, endpoint) as client:
         made = client.admin("CreateKey", request)
     output().print(f"{made.key_id}  {made.key}", soft_wrap=True)
@@ -257,7 +274,13 @@ def key_revoke(
     output().print(f"Key {key_id} is void within a second.")
 
 
-_LIMITS: Final = ("requests_per_min", "tokens_per_min", "concurrent_requests", "tokens_per_day")
+_LIMITS: Final = {
+    "requests_per_min": "--requests-per-min",
+    "tokens_per_min": "--tokens-per-min",
+    "concurrent_requests": "--concurrent",
+    "tokens_per_day": "--tokens-per-day",
+    "concurrent_runs": "--concurrent-runs",
+}
 
 
 def _listed(client: MeshClient) -> admin_pb2.ListTenantsResponse:
@@ -310,14 +333,17 @@ def _set(
             setattr(tenant, field, number)
     if ceiling and not default_class and 0 < tenant.default_class < tenant.ceiling:
         tenant.default_class = tenant.ceiling  # a lower ceiling takes the default with it
-    if models is not None:
-        tenant.ClearField("models")
-        tenant.models.extend(name for name in models if name != NONE)
+    _set_names(tenant.models, models)
+
+
+def _set_names(field: RepeatedScalarFieldContainer[str], names: list[str] | None) -> None:
+    if names is not None:
+        del field[:]
+        field.extend(name for name in names if name != NONE)
 
 
 def _set_limits(tenant: admin_pb2.Tenant, *values: str) -> None:
-    options = ("--requests-per-min", "--tokens-per-min", "--concurrent", "--tokens-per-day")
-    for field, option, value in zip(_LIMITS, options, values, strict=True):
+    for (field, option), value in zip(_LIMITS.items(), values, strict=True):
         if value == NONE:
             tenant.quota.ClearField(field)  # type: ignore[arg-type]  # one of _LIMITS
         elif value:
@@ -362,15 +388,6 @@ def _day(key: Any, field: str, unset: str) -> str:
     if not key.HasField(field):
         return unset
     return time.strftime("%Y-%m-%d %H:%M", time.gmtime(getattr(key, field).seconds)) + " UTC"
-
-
-def _span_s(text: str) -> int:
-    found = _SPAN.fullmatch(text)
-    if found is None:
-        raise typer.BadParameter(
-            f"{text!r} must be a number and s, m, h or d, e.g. 90d", param_hint="--expires"
-        )
-    return int(found[1]) * _SECONDS[found[2]]
 
 
 def _key_path(config: Path | None, name: str) -> Path:

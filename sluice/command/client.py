@@ -125,6 +125,22 @@ class MeshClient:
             finally:
                 cast("grpc.Call", call).cancel()
 
+    def call(self, method: str, request: Message, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """Calls a unary method of the public service by its name."""
+        call = getattr(self._scheduler, method)
+        return self._call(lambda: call(request, timeout=timeout_s, metadata=self._metadata))
+
+    def stream(self, method: str, request: Message, timeout_s: float) -> Iterator[Any]:
+        """Streams a method of the public service; leaving the iterator early cancels it."""
+        with self._typed_errors():
+            call = getattr(self._scheduler, method)(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+            try:
+                yield from call
+            finally:
+                call.cancel()
+
     def admin(self, method: str, request: Message) -> Any:
         """Calls a unary method of the administration service; needs the admin key."""
         call = getattr(self._admin, method)

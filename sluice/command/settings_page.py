@@ -21,6 +21,7 @@ MODULES: Final = (
     "sluice.edge_config",
     "scheduler_svc.config",
     "execution_svc.config",
+    "agent_svc.config",
     "inference_svc.config",
     "state_svc.config",
 )

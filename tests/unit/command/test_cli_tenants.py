@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import typer
 
-from sluice.command import cli_tenants
+from sluice.command import cli_support, cli_tenants
 from sluice.command.cli_tenants import CLASSES, NONE
 from sluice.common.v1 import policy_pb2
 from sluice.config import ConfigError
@@ -33,16 +33,27 @@ def test_only_what_is_given_changes() -> None:
     before = admin_pb2.Tenant()
     before.CopyFrom(tenant)
     cli_tenants._set(tenant, "", "", None)
-    cli_tenants._set_limits(tenant, "", "", "", "")
+    cli_tenants._set_limits(tenant, "", "", "", "", "")
     cli_tenants._set_rights(tenant, None, None, None)
     assert tenant == before
     cli_tenants._set(tenant, "", "", [NONE])
-    cli_tenants._set_limits(tenant, NONE, "12", "", "")
+    cli_tenants._set_limits(tenant, NONE, "12", "", "", "3")
     cli_tenants._set_rights(tenant, True, None, True)
     assert list(tenant.models) == []
     assert not tenant.quota.HasField("requests_per_min")
     assert (tenant.quota.tokens_per_min, tenant.quota.tokens_per_day) == (12, 7)
+    assert tenant.quota.concurrent_runs == 3
     assert (tenant.agents, tenant.sessions, tenant.quota_fail_open) == (True, False, True)
+
+
+def test_names_that_are_given_replace_those_that_were_there() -> None:
+    tenant = admin_pb2.Tenant(name="a", tools=["clock"])
+    cli_tenants._set_names(tenant.tools, None)
+    assert list(tenant.tools) == ["clock"]
+    cli_tenants._set_names(tenant.tools, ["sales", "handbook"])
+    assert list(tenant.tools) == ["sales", "handbook"]
+    cli_tenants._set_names(tenant.tools, [NONE])
+    assert list(tenant.tools) == []
 
 
 def test_a_lower_ceiling_takes_the_default_class_with_it_unless_one_is_said() -> None:
@@ -60,7 +71,7 @@ def test_a_lower_ceiling_takes_the_default_class_with_it_unless_one_is_said() ->
 @pytest.mark.parametrize("value", ["-1", "1.5", "many", str(1 << 32)])
 def test_a_limit_that_is_no_number_names_its_option(value: str) -> None:
     with pytest.raises(typer.BadParameter) as raised:
-        cli_tenants._set_limits(admin_pb2.Tenant(), value, "", "", "")
+        cli_tenants._set_limits(admin_pb2.Tenant(), value, "", "", "", "")
     assert raised.value.param_hint == "--requests-per-min"
 
 
@@ -74,13 +85,13 @@ def test_a_wrong_class_names_its_option() -> None:
     ("text", "seconds"), [("30s", 30), ("5m", 300), ("2h", 7200), ("1d", 86400)]
 )
 def test_a_span_is_a_number_and_a_unit(text: str, seconds: int) -> None:
-    assert cli_tenants._span_s(text) == seconds
+    assert cli_support.span_s(text, "--expires") == seconds
 
 
 @pytest.mark.parametrize("text", ["", "5", "d", "1w", "-1d", "1.5h"])
 def test_anything_else_is_no_span(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="90d"):
-        cli_tenants._span_s(text)
+        cli_support.span_s(text, "--expires")
 
 
 class Registry:

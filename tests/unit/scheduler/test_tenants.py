@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from scheduler_svc.adapters.state_watch import read_tenant, tenant_message
 from scheduler_svc.adapters.tenant import Key, Tenant
 from scheduler_svc.adapters.tenants import Tenants
 from scheduler_svc.adapters.tenants_file import TenantsFileError, parse
@@ -109,6 +110,9 @@ def test_a_changed_file_is_read_and_a_bad_one_keeps_the_last_good(file: Path) ->
         ("[[tenant]]\nname = 'a'\ndefault_class = 3", "tenant[0].default_class"),
         ("[[tenant]]\nname = 'a'\nmodels = 'm'", "tenant[0].models"),
         ("[[tenant]]\nname = 'a'\nagents = 'yes'", "tenant[0].agents"),
+        ("[[tenant]]\nname = 'a'\ntools = 'clock'", "tenant[0].tools"),
+        ("[[tenant]]\nname = 'a'\nconcurrent_runs = -1", "tenant[0].concurrent_runs"),
+        ("[[tenant]]\nname = 'a'\nconcurrent_runs = true", "tenant[0].concurrent_runs"),
         ("[[tenant]]\nname = 'a'\nkey_sha256 = ['zz']", "tenant[0].key_sha256"),
         ("[[tenant]]\nname = 'a'\nquota = 1", "tenant[0].quota"),
         ("[[tenant]]\nname = 'a'\n[[tenant]]\nname = 'a'", "tenant[1].name"),
@@ -123,6 +127,16 @@ def test_a_wrong_file_names_the_entry_and_the_field(text: str, where: str) -> No
     with pytest.raises(TenantsFileError) as raised:
         parse(text)
     assert where in str(raised.value)
+
+
+def test_a_tenant_of_the_file_has_the_rights_that_it_says_and_seeds_them() -> None:
+    text = "[[tenant]]\nname = 'a'\nagents = true\ntools = ['clock']\nconcurrent_runs = 2\n"
+    tenant = parse(text).tenants["a"]
+    assert (tenant.agents, tenant.tools, tenant.concurrent_runs) == (True, {"clock"}, 2)
+    assert read_tenant(tenant_message(tenant)) == tenant
+    plain = parse("[[tenant]]\nname = 'a'\n").tenants["a"]
+    assert (plain.agents, plain.tools, plain.concurrent_runs) == (False, frozenset(), None)
+    assert read_tenant(tenant_message(plain)) == plain
 
 
 def test_one_key_for_two_tenants_is_refused() -> None:

@@ -1,0 +1,489 @@
+"""`sluice agent`: starts runs, watches them, and decides what they wait for.
+
+What a run does is told on standard error as it happens; its answer alone goes to standard output,
+so that a pipe gets the answer. A run goes on whether or not it is watched.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from sluice.command.cli_calls import (
+    ClassOption,
+    MaxTokensOption,
+    ModelOption,
+    SystemOption,
+    TemperatureOption,
+    class_number,
+)
+from sluice.command.cli_support import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_WAITING,
+    ConfigOption,
+    EndpointOption,
+    KeyFileOption,
+    as_document,
+    errors,
+    fail_line,
+    open_client,
+    output,
+    print_table,
+    span_s,
+    status_of,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sluice.command.client import MeshClient
+    from sluice.scheduler.v1 import runs_pb2
+
+CHOICES: Final = ("auto", "required", "each")
+STATES: Final = ("queued", "running", "paused", "waiting", "succeeded", "failed", "cancelled")
+WATCH_S: Final = 3600.0
+DECISION_TIMEOUT_S: Final = 15.0
+ANSWER_SHOWN_MAX: Final = 60
+
+RunArgument = Annotated[str, typer.Argument(help="The run; `sluice agent list` lists them.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; of events one a line.")]
+WatchOption = Annotated[
+    float, typer.Option("--timeout", help="How long to watch, in s; the run goes on.", min=1.0)
+]
+StepOption = Annotated[
+    int | None, typer.Option(help="The step that waits. Default: the one that does.", min=1)
+]
+
+agent_app: Final = typer.Typer(
+    help="Durable runs: a model that calls tools, step by step.", no_args_is_help=True
+)
+
+
+@agent_app.command()
+def run(
+    task: Annotated[str, typer.Argument(help="What to do; - reads standard input.")],
+    tool: Annotated[
+        list[str] | None,
+        typer.Option(help="A tool that it may call; repeatable. `sluice agent tools` lists them."),
+    ] = None,
+    choice: Annotated[
+        str,
+        typer.Option(
+            help="auto: the model decides; required: at least one call before it answers; each:"
+            " every tool once, in the order given."
+        ),
+    ] = "auto",
+    model: ModelOption = "",
+    system: SystemOption = "",
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    answer_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema that the answer must follow.")
+    ] = None,
+    session: Annotated[str, typer.Option(help="A session that it reads and appends to.")] = "",
+    priority: ClassOption = "",
+    optional: Annotated[
+        bool,
+        typer.Option("--auto", help="Answer directly where the agent path is not open now."),
+    ] = False,
+    background: Annotated[
+        bool, typer.Option(help="Return as soon as the run is stored, and print its name.")
+    ] = False,
+    budget_steps: Annotated[int | None, typer.Option(help="Most steps.", min=1)] = None,
+    budget_tokens: Annotated[int | None, typer.Option(help="Most tokens.", min=1)] = None,
+    budget_calls: Annotated[int | None, typer.Option(help="Most tool calls.", min=0)] = None,
+    budget_time: Annotated[str, typer.Option(help="Longest time, e.g. 90s, 10m or 2h.")] = "",
+    budget_cost: Annotated[float | None, typer.Option(help="Most cost.", min=0.0)] = None,
+    as_json: JsonOption = False,
+    timeout: WatchOption = WATCH_S,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """Start a run and watch it to its end. It goes on when this command is interrupted."""
+    from sluice.command import run_watch
+    from sluice.scheduler.v1 import runs_pb2
+
+    request = runs_pb2.RunAgentRequest(
+        request_id=str(uuid.uuid4()),
+        tools=tool or (),
+        tool_choice=_number(runs_pb2.ToolChoice, "TOOL_CHOICE", choice, CHOICES, "--choice"),
+        model=model,
+        session_id=session,
+        priority_class=class_number(priority),
+        mode=runs_pb2.AGENT_MODE_AUTO if optional else runs_pb2.AGENT_MODE_REQUIRED,
+        background=background,
+    )
+    text = sys.stdin.read() if task == "-" else task
+    if system:
+        request.messages.add(role="system", content=system)
+        request.messages.add(role="user", content=text)
+    else:
+        request.task = text
+    if max_tokens is not None:
+        request.sampling.max_tokens = max_tokens
+    if temperature is not None:
+        request.sampling.temperature = temperature
+    if answer_schema is not None:
+        request.answer_schema_json = answer_schema.read_text(encoding="utf-8")
+    _set_budget(request, budget_steps, budget_tokens, budget_calls, budget_time, budget_cost)
+    with open_client(config, endpoint, key_file) as client:
+        raise typer.Exit(_show(run_watch.start(client, request, timeout), as_json, background))
+
+
+@agent_app.command()
+def watch(
+    run_id: RunArgument,
+    from_sequence: Annotated[
+        int, typer.Option("--from", help="First event wanted, by its number.", min=1)
+    ] = 1,
+    as_json: JsonOption = False,
+    timeout: WatchOption = WATCH_S,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """Show what a run did, then follow it to its end."""
+    from sluice.command import run_watch
+
+    with open_client(config, endpoint, key_file) as client:
+        events = run_watch.watch(client, run_id, from_sequence, timeout)
+        raise typer.Exit(_show(events, as_json))
+
+
+@agent_app.command("list")
+def list_runs(
+    state: Annotated[str, typer.Option(help=f"Only {', '.join(STATES)}.")] = "",
+    limit: Annotated[int, typer.Option(help="Most runs.", min=1, max=10_000)] = 20,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """List the runs of this key's tenant, newest first."""
+    from sluice.command.run_story import short, state_name
+    from sluice.scheduler.v1 import runs_pb2
+
+    wanted = _number(runs_pb2.RunState, "RUN_STATE", state, STATES, "--state") if state else 0
+    with open_client(config, endpoint, key_file) as client:
+        found = list(_pages(client, wanted, limit))
+    if as_json:
+        typer.echo(json.dumps([as_document(one) for one in found], ensure_ascii=False, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("run", "state", "begun (UTC)", "steps", "calls", "tokens", "cost", "answer"):
+        table.add_column(column, overflow="fold", no_wrap=column == "run")
+    for one in found:
+        table.add_row(
+            Text(one.run_id),
+            state_name(one.state),
+            one.create_time.ToDatetime().strftime("%Y-%m-%d %H:%M:%S"),
+            str(one.steps),
+            str(one.tool_calls),
+            str(one.usage.prompt_tokens + one.usage.completion_tokens),
+            f"{one.cost:.6g}",
+            Text(short(one.answer, ANSWER_SHOWN_MAX)),
+        )
+    print_table(table)
+
+
+@agent_app.command()
+def show(
+    run_id: RunArgument,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """Show a run as it is now: its events so far, what it used, its answer."""
+    from sluice.command import run_watch
+    from sluice.command.run_story import lines, state_name
+    from sluice.scheduler.v1 import runs_pb2
+
+    with open_client(config, endpoint, key_file) as client:
+        found = client.call("GetRun", runs_pb2.GetRunRequest(run_id=run_id)).run
+        if as_json:
+            typer.echo(json.dumps(as_document(found), ensure_ascii=False, indent=2))
+            return
+        for event in run_watch.so_far(client, run_id, DECISION_TIMEOUT_S):
+            for line in lines(event):
+                output().print(Text(_safe(line)), soft_wrap=True)
+    tokens = found.usage.prompt_tokens + found.usage.completion_tokens
+    output().print(
+        Text(
+            f"{state_name(found.state)}; {found.steps} steps, {found.tool_calls} tool calls,"
+            f" {tokens} tokens, cost {found.cost:.6g}"
+        ),
+        soft_wrap=True,
+    )
+    if found.answer:
+        output().print(Text(_safe(found.answer)), soft_wrap=True)
+
+
+@agent_app.command()
+def cancel(
+    run_id: RunArgument,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """Cancel a run: its model call and its tool are stopped."""
+    from sluice.scheduler.v1 import runs_pb2
+
+    request = runs_pb2.CancelRunRequest(run_id=run_id, request_id=str(uuid.uuid4()))
+    with open_client(config, endpoint, key_file) as client:
+        _say(client.call("CancelRun", request).run)
+
+
+@agent_app.command()
+def approve(
+    run_id: RunArgument,
+    step: StepOption = None,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """Let the call that a run waits with be made (again, where it may have been made already)."""
+    _decide(config, endpoint, key_file, run_id, step, "RETRY")
+
+
+@agent_app.command()
+def skip(
+    run_id: RunArgument,
+    step: StepOption = None,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """Let a run go on without the call that it waits with; the model is told."""
+    _decide(config, endpoint, key_file, run_id, step, "SKIP")
+
+
+@agent_app.command()
+def supply(
+    run_id: RunArgument,
+    result: Annotated[
+        str, typer.Argument(help="The result as JSON; - reads it from standard input.")
+    ],
+    step: StepOption = None,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """Give a run the result of the call that it waits with, as if the tool had given it."""
+    text = sys.stdin.read() if result == "-" else result
+    try:
+        json.loads(text)
+    except ValueError:
+        raise typer.BadParameter("the result must be JSON; a text stands in quotes") from None
+    _decide(config, endpoint, key_file, run_id, step, "SUPPLY_RESULT", text)
+
+
+@agent_app.command()
+def tools(
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """List the tools that runs of this key's tenant may use."""
+    from sluice.scheduler.v1 import runs_pb2
+
+    with open_client(config, endpoint, key_file) as client:
+        found = client.call("ListTools", runs_pb2.ListToolsRequest()).tools
+    if as_json:
+        typer.echo(json.dumps([as_document(one) for one in found], ensure_ascii=False, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("tool", "available", "does"):
+        table.add_column(column, overflow="fold", no_wrap=column == "tool")
+    for one in found:
+        available = "yes" if one.available else f"no: {one.problem}"
+        table.add_row(Text(_safe(one.name)), Text(_safe(available)), Text(_safe(one.description)))
+    print_table(table)
+
+
+def _number(kind: Any, prefix: str, word: str, words: tuple[str, ...], option: str) -> Any:
+    """The value of an enum of the protos by its word. Raises BadParameter."""
+    if word not in words:
+        raise typer.BadParameter(f"{word!r} is not one of {', '.join(words)}", param_hint=option)
+    return kind.Value(f"{prefix}_{word.upper()}")
+
+
+def _set_budget(
+    request: runs_pb2.RunAgentRequest,
+    steps: int | None,
+    tokens: int | None,
+    calls: int | None,
+    time: str,
+    cost: float | None,
+) -> None:
+    if steps is not None:
+        request.budget.steps_max = steps
+    if tokens is not None:
+        request.budget.tokens_max = tokens
+    if calls is not None:
+        request.budget.tool_calls_max = calls
+    if time:
+        request.budget.wall_time_max.seconds = span_s(time, "--budget-time")
+    if cost is not None:
+        request.budget.cost_max = cost
+
+
+def _pages(client: MeshClient, state: int, limit: int) -> Iterator[runs_pb2.Run]:
+    from sluice.scheduler.v1 import runs_pb2
+
+    request = runs_pb2.ListRunsRequest(state=state)  # type: ignore[arg-type]  # one of STATES
+    while limit > 0:
+        request.page_size = min(limit, 100)
+        page = client.call("ListRuns", request)
+        yield from page.runs
+        limit -= len(page.runs)
+        if not page.next_page_token:
+            return
+        request.page_token = page.next_page_token
+
+
+def _decide(
+    config: Path | None,
+    endpoint: str,
+    key_file: Path | None,
+    run_id: str,
+    step: int | None,
+    decision: str,
+    result_json: str = "",
+) -> None:
+    from sluice.scheduler.v1 import runs_pb2
+
+    with open_client(config, endpoint, key_file) as client:
+        request = runs_pb2.ResumeRunRequest(
+            run_id=run_id,
+            step=step or _waiting_step(client, run_id),
+            decision=runs_pb2.ResumeDecision.Value(f"RESUME_DECISION_{decision}"),
+            result_json=result_json,
+            request_id=str(uuid.uuid4()),
+        )
+        _say(client.call("ResumeRun", request).run)
+
+
+def _waiting_step(client: MeshClient, run_id: str) -> int:
+    """The step that waits now; 0, which the mesh refuses, when none does."""
+    from sluice.command import run_watch
+
+    step = 0
+    for event in run_watch.so_far(client, run_id, DECISION_TIMEOUT_S):
+        kind = event.WhichOneof("kind")
+        step = event.waiting.step if kind == "waiting" else step
+        if kind in ("resumed", "ended"):
+            step = 0
+    return step
+
+
+def _say(run: runs_pb2.Run) -> None:
+    from sluice.command.run_story import state_name
+
+    output().print(f"run {run.run_id}: {state_name(run.state)}", soft_wrap=True)
+
+
+def _show(events: Iterator[runs_pb2.RunEvent], as_json: bool, once: bool = False) -> int:
+    """Prints events to their end; the exit status that the run's state asks for."""
+    teller = Teller(errors(), live=sys.stderr.isatty() and not as_json)
+    run_id = ""
+    try:
+        for event in events:
+            run_id = event.run_id or run_id
+            if as_json:
+                document = as_document(event)
+                typer.echo(json.dumps(document, ensure_ascii=False))
+            else:
+                teller.tell(event)
+            if event.HasField("ended"):
+                return _end(event.ended, as_json)
+            if event.HasField("waiting"):
+                _how_to_decide(run_id, event.waiting.step)
+                return EXIT_WAITING
+    except KeyboardInterrupt:
+        teller.close()
+        _goes_on(run_id)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        teller.close()
+        status = status_of(error)
+        _goes_on(run_id)
+        return status
+    if once and not as_json:
+        typer.echo(run_id)
+    return 0
+
+
+class Teller:
+    """Tells events to a person, live text too where there is a terminal."""
+
+    def __init__(self, console: Console, *, live: bool) -> None:
+        self._console = console
+        self._live = live
+        self._open = False
+
+    def tell(self, event: runs_pb2.RunEvent) -> None:
+        """One event."""
+        from sluice.command.run_story import lines
+
+        if event.HasField("partial_text"):
+            if self._live:
+                if event.partial_text.replaces:
+                    self.close()
+                self._console.print(Text(_safe(event.partial_text.text), style="dim"), end="")
+                self._open = True
+            return
+        for line in lines(event):
+            self.close()
+            self._console.print(Text(_safe(line), style="dim"), soft_wrap=True)
+
+    def close(self) -> None:
+        """Ends a line of live text."""
+        if self._open:
+            self._console.print()
+        self._open = False
+
+
+def _end(ended: runs_pb2.RunEnded, as_json: bool) -> int:
+    from sluice.scheduler.v1 import runs_pb2
+    from sluice.status import from_status
+
+    if ended.answer and not as_json:
+        typer.echo(_safe(ended.answer) if sys.stdout.isatty() else ended.answer)
+    if ended.state == runs_pb2.RUN_STATE_SUCCEEDED:
+        return 0
+    if ended.state == runs_pb2.RUN_STATE_CANCELLED:
+        fail_line("the run was cancelled")
+        return EXIT_FAILED
+    return status_of(from_status(ended.status))
+
+
+def _how_to_decide(run_id: str, step: int) -> None:
+    for word in ("approve", "skip", "cancel"):
+        where = "" if word == "cancel" else f" --step {step}"
+        errors().print(Text(f"  sluice agent {word} {run_id}{where}"), soft_wrap=True)
+
+
+def _goes_on(run_id: str) -> None:
+    if run_id:
+        errors().print(
+            Text(f"The run goes on: sluice agent watch {run_id}; cancel {run_id} ends it."),
+            soft_wrap=True,
+        )
+
+
+def _safe(text: str) -> str:
+    from sluice.command.log_files import printable
+
+    return printable(text)

@@ -1,0 +1,281 @@
+"""`sluice docs`: puts files into a collection, searches it, takes them out.
+
+A document's identifier is its path below the folder that was named, so that adding the same folder
+again replaces what is there. Files are stored and made searchable a few at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from sluice.command.cli_support import (
+    EXIT_FAILED,
+    ConfigOption,
+    EndpointOption,
+    KeyFileOption,
+    as_document,
+    errors,
+    fail_line,
+    open_client,
+    output,
+    print_table,
+    warn_line,
+)
+from sluice.command.failures import UnreachableError, one_line
+from sluice.errors import SluiceError
+
+if TYPE_CHECKING:
+    from sluice.command.client import MeshClient
+    from sluice.scheduler.v1 import data_pb2
+
+MEDIA_TYPES: Final = {
+    ".txt": "text/plain",
+    ".text": "text/plain",
+    ".md": "text/markdown",
+    ".markdown": "text/markdown",
+    ".html": "text/html",
+    ".htm": "text/html",
+}
+AT_ONCE: Final = 4
+FILES_MAX: Final = 10_000
+BYTES_MAX: Final = 3 << 20
+INGEST_S: Final = 600.0
+_LABEL: Final = re.compile(r"([^=]+)=(.*)")
+
+CollectionArgument = Annotated[
+    str, typer.Argument(help="The collection: [A-Za-z0-9_-], 1 to 64 characters.")
+]
+LabelOption = Annotated[
+    list[str] | None, typer.Option(help="name=value; repeatable.", show_default=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+docs_app: Final = typer.Typer(
+    help="Documents that runs and searches find things in, by collection.", no_args_is_help=True
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file that is to be added."""
+
+    path: Path
+    document_id: str
+    media_type: str
+
+
+@docs_app.command()
+def add(
+    collection: CollectionArgument,
+    paths: Annotated[list[Path], typer.Argument(help="Files and folders.")],
+    label: LabelOption = None,
+    wait: Annotated[bool, typer.Option(help="Wait until they can be found.")] = True,
+    timeout: Annotated[
+        float, typer.Option(help="How long to wait for one document, in s.", min=1.0)
+    ] = INGEST_S,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """Add files to a collection, those of folders too: text, Markdown and HTML, by their suffix.
+    What is there under the same name is replaced."""
+    labels = labels_of(label)
+    files = list(find_files(paths))
+    if not files:
+        raise typer.BadParameter(f"nothing to add: suffixes are {', '.join(MEDIA_TYPES)}")
+    failed = 0
+    with (
+        open_client(config, endpoint, key_file) as client,
+        ThreadPoolExecutor(AT_ONCE, thread_name_prefix="docs") as pool,
+    ):
+        done = [
+            pool.submit(_add, client, collection, one, labels, timeout if wait else 0.0)
+            for one in files
+        ]
+        names = dict(zip(done, files, strict=True))
+        for number, result in enumerate(as_completed(done), start=1):
+            counted = f"{number} of {len(files)}  {names[result].document_id}"
+            try:
+                output().print(Text(f"{counted}: {result.result()}"), soft_wrap=True)
+            except (SluiceError, UnreachableError, OSError) as error:
+                failed += 1
+                why = one_line(error) if isinstance(error, SluiceError) else str(error)
+                fail_line(f"{counted}: {why}")
+    if failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@docs_app.command("list")
+def list_documents(
+    collection: CollectionArgument,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """List the documents of a collection."""
+    with open_client(config, endpoint, key_file) as client:
+        found = list(_documents(client, collection))
+    if as_json:
+        typer.echo(json.dumps([as_document(one) for one in found], ensure_ascii=False, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("document", "bytes", "chunks", "ready", "stored (UTC)", "labels"):
+        table.add_column(column, overflow="fold", no_wrap=column == "document")
+    for one in found:
+        table.add_row(
+            Text(one.document_id),
+            str(one.size_bytes),
+            str(one.chunk_count),
+            "yes" if one.ready else "no",
+            one.update_time.ToDatetime().strftime("%Y-%m-%d %H:%M:%S"),
+            Text(", ".join(f"{name}={value}" for name, value in sorted(one.labels.items()))),
+        )
+    print_table(table)
+
+
+@docs_app.command()
+def search(
+    collection: CollectionArgument,
+    query: Annotated[str, typer.Argument(help="The question; - reads standard input.")],
+    top_k: Annotated[int, typer.Option(help="Passages wanted.", min=1, max=100)] = 5,
+    label: LabelOption = None,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """Find passages by meaning and by words, best first."""
+    from sluice.command.log_files import printable
+    from sluice.scheduler.v1 import data_pb2
+
+    request = data_pb2.SearchDocumentsRequest(
+        collection=collection,
+        query=sys.stdin.read() if query == "-" else query,
+        top_k=top_k,
+        labels=labels_of(label),
+    )
+    with open_client(config, endpoint, key_file) as client:
+        hits = client.call("SearchDocuments", request).hits
+    if as_json:
+        typer.echo(json.dumps([as_document(one) for one in hits], ensure_ascii=False, indent=2))
+        return
+    for hit in hits:
+        where = f"{hit.document_id}, bytes {hit.begin_byte} to {hit.end_byte}"
+        output().print(Text(f"{hit.score:.4f}  {where}", style="bold"), soft_wrap=True)
+        output().print(Text(printable(hit.text.strip()) + "\n"), soft_wrap=True)
+    if not hits:
+        errors().print("nothing was found")
+
+
+@docs_app.command("rm")
+def remove(
+    collection: CollectionArgument,
+    documents: Annotated[list[str], typer.Argument(help="Documents, as `list` names them.")],
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """Delete documents with all that belongs to them."""
+    from sluice.scheduler.v1 import data_pb2
+
+    with open_client(config, endpoint, key_file) as client:
+        for name in documents:
+            request = data_pb2.DeleteDocumentRequest(collection=collection, document_id=name)
+            client.call("DeleteDocument", request)
+            output().print(Text(f"{name} is deleted"), soft_wrap=True)
+
+
+def find_files(paths: Sequence[Path]) -> Iterator[Found]:
+    """The files under these paths in order, with the names that they get. A folder's files that
+    have another suffix are passed over with a warning; one that was named itself is refused.
+    Raises BadParameter."""
+    count = 0
+    for path in paths:
+        if not path.exists():
+            raise typer.BadParameter(f"there is no {path}")
+        files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+        for file in files:
+            hidden = file != path and any(
+                part.startswith(".") for part in file.relative_to(path).parts
+            )
+            kind = MEDIA_TYPES.get(file.suffix.lower())
+            if hidden or kind is None:
+                if file == path:
+                    raise typer.BadParameter(
+                        f"{file} is not text, Markdown or HTML: suffixes are"
+                        f" {', '.join(MEDIA_TYPES)}"
+                    )
+                if not hidden:
+                    warn_line(f"{file} is passed over: its suffix says no known kind of text")
+                continue
+            count += 1
+            if count > FILES_MAX:
+                raise typer.BadParameter(f"there are more than {FILES_MAX} files")
+            name = file.relative_to(path).as_posix() if file != path else file.name
+            yield Found(file, name, kind)
+
+
+def labels_of(entries: Sequence[str] | None) -> dict[str, str]:
+    """name=value each. Raises BadParameter."""
+    labels = {}
+    for entry in entries or ():
+        found = _LABEL.fullmatch(entry)
+        if found is None:
+            raise typer.BadParameter(f"{entry!r} must be name=value", param_hint="--label")
+        labels[found[1]] = found[2]
+    return labels
+
+
+def _add(
+    client: MeshClient, collection: str, file: Found, labels: dict[str, str], wait_s: float
+) -> str:
+    """Stores one file and waits for its ingest; what became of it, in words."""
+    from sluice.command import run_watch
+    from sluice.scheduler.v1 import data_pb2, runs_pb2
+    from sluice.status import from_status
+
+    content = file.path.read_bytes()
+    if len(content) > BYTES_MAX:
+        raise OSError(f"{len(content)} bytes; at most {BYTES_MAX}")
+    request = data_pb2.PutDocumentRequest(
+        collection=collection,
+        document_id=file.document_id,
+        content=content,
+        media_type=file.media_type,
+        labels=labels,
+        request_id=str(uuid.uuid4()),
+    )
+    put = client.call("PutDocument", request)
+    if not wait_s:
+        return f"stored; run {put.run_id} makes it searchable"
+    for event in run_watch.watch(client, put.run_id, 0, wait_s):
+        if event.HasField("ended") and event.ended.state != runs_pb2.RUN_STATE_SUCCEEDED:
+            raise from_status(event.ended.status)
+    where = data_pb2.GetDocumentRequest(collection=collection, document_id=file.document_id)
+    document: data_pb2.Document = client.call("GetDocument", where).document
+    return f"{document.chunk_count} chunks"
+
+
+def _documents(client: MeshClient, collection: str) -> Iterator[data_pb2.Document]:
+    from sluice.scheduler.v1 import data_pb2
+
+    request = data_pb2.ListDocumentsRequest(collection=collection, page_size=100)
+    while True:
+        page = client.call("ListDocuments", request)
+        yield from page.documents
+        if not page.next_page_token:
+            return
+        request.page_token = page.next_page_token

@@ -1,0 +1,125 @@
+"""`sluice tools`: the tools that operators register for a tenant, beside those of sluice.toml.
+
+A registered tool can be called by a tenant's runs once it is in the tenant's list of tools too.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from sluice.command.cli_support import (
+    ConfigOption,
+    EndpointOption,
+    as_document,
+    open_admin,
+    output,
+    print_table,
+)
+from sluice.config import ConfigError
+
+TenantArgument = Annotated[str, typer.Argument(help="The tenant.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+tools_app: Final = typer.Typer(
+    help="Tools that are registered for a tenant; `sluice agent tools` lists what a key may use.",
+    no_args_is_help=True,
+)
+
+
+@tools_app.command("list")
+def list_tools(
+    tenant: TenantArgument,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+) -> None:
+    """List what is registered for a tenant, and whether its list of tools has it."""
+    from sluice.scheduler.v1 import admin_pb2
+
+    with open_admin(config, endpoint) as client:
+        request = admin_pb2.ListTenantToolsRequest(tenant=tenant)
+        found = client.admin("ListTenantTools", request).tools
+        known = client.admin("ListTenants", admin_pb2.ListTenantsRequest()).tenants
+    if as_json:
+        typer.echo(json.dumps([as_document(one) for one in found], ensure_ascii=False, indent=2))
+        return
+    allowed = {name for one in known if one.name == tenant for name in one.tools}
+    table = Table(box=None, pad_edge=False)
+    for column in ("tool", "kind", "effect", "approval", "allowed", "does"):
+        table.add_column(column, overflow="fold", no_wrap=column == "tool")
+    for one in found:
+        table.add_row(
+            Text(one.name),
+            one.WhichOneof("kind") or "-",
+            _effect(one.effect),
+            "yes" if one.needs_approval else "no",
+            "yes" if one.name in allowed else "no",
+            Text(one.description),
+        )
+    print_table(table)
+
+
+@tools_app.command("add")
+def add(
+    tenant: TenantArgument,
+    file: Annotated[
+        Path,
+        typer.Argument(help="The declaration as TOML or JSON: what stands in a [[tool]] table."),
+    ],
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+) -> None:
+    """Register a tool for a tenant, or change it."""
+    from sluice.scheduler.v1 import admin_pb2
+    from sluice.tool_declarations import read_table
+
+    tool = read_table(_table(file), str(file))
+    with open_admin(config, endpoint) as client:
+        done = client.admin("PutTool", admin_pb2.PutToolRequest(tenant=tenant, tool=tool))
+        known = client.admin("ListTenants", admin_pb2.ListTenantsRequest()).tenants
+    output().print(f"{tool.name} is registered, version {done.version}.", soft_wrap=True)
+    tools = next((list(one.tools) for one in known if one.name == tenant), [])
+    if tool.name not in tools:
+        words = " ".join(f"--tool {name}" for name in (*tools, tool.name))
+        output().print(f"To let its runs use it: sluice tenants set {tenant} {words}")
+
+
+@tools_app.command("rm")
+def remove(
+    tenant: TenantArgument,
+    name: Annotated[str, typer.Argument(help="The tool.")],
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+) -> None:
+    """Delete a tool of a tenant."""
+    from sluice.scheduler.v1 import admin_pb2
+
+    with open_admin(config, endpoint) as client:
+        client.admin("DeleteTool", admin_pb2.DeleteToolRequest(tenant=tenant, name=name))
+    output().print(f"{name} is deleted.", soft_wrap=True)
+
+
+def _table(path: Path) -> dict[str, Any]:
+    text = path.read_text(encoding="utf-8")
+    try:
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (ValueError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(str(path), str(error)) from None
+    if not isinstance(table, dict):
+        raise ConfigError(str(path), "must be a table")
+    return table
+
+
+def _effect(number: int) -> str:
+    from sluice.agent.v1 import tools_pb2
+
+    word = tools_pb2.ToolEffect.Name(number)  # type: ignore[arg-type]
+    word = word.removeprefix("TOOL_EFFECT_").lower()
+    return "once" if word == "unspecified" else word

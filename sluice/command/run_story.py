@@ -1,0 +1,100 @@
+"""The events of a run as lines for people. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from google.rpc import status_pb2
+
+from sluice.command.failures import one_line
+from sluice.common.v1 import input_pb2
+from sluice.errors import Code
+from sluice.scheduler.v1 import runs_pb2
+from sluice.status import from_status
+
+SHOWN_MAX: Final = 240
+"""Characters of an argument or a result."""
+
+
+def lines(event: runs_pb2.RunEvent) -> Iterator[str]:
+    """What an event says; live text says nothing here."""
+    match event.WhichOneof("kind"):
+        case "queued":
+            if event.run_id:
+                yield f"run {event.run_id}"
+            else:
+                yield f"answered directly ({event.queued.gate_reason}): no run is stored"
+        case "model_step":
+            yield from _model_step(event.model_step)
+        case "tool_call_started":
+            started = event.tool_call_started
+            yield f"step {started.step}: {_call(started.call)}"
+        case "tool_call_ended":
+            yield f"step {event.tool_call_ended.step}: {_result(event.tool_call_ended)}"
+        case "waiting":
+            waiting = event.waiting
+            yield f"step {waiting.step}: waits for a person: {_call(waiting.call)}{_why(waiting)}"
+        case "resumed":
+            decision = runs_pb2.ResumeDecision.Name(event.resumed.decision)
+            word = decision.removeprefix("RESUME_DECISION_").lower().replace("_", " ")
+            yield f"step {event.resumed.step}: decided: {word}"
+        case "paused":
+            when = time.strftime("%H:%M:%S", time.gmtime(event.paused.ready_time.seconds))
+            yield f"paused until {when} UTC ({event.paused.reason})"
+        case "progress":
+            progress = event.progress
+            total = f" of {progress.total}" if progress.total else ""
+            yield f"{progress.phase}: {progress.done}{total}"
+        case "ended":
+            yield from _ended(event.ended)
+
+
+def state_name(state: int) -> str:
+    """The word of a RunState."""
+    return runs_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()  # type: ignore[arg-type]
+
+
+def short(text: str, most: int = SHOWN_MAX) -> str:
+    """`text` on one line of bounded length."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 4]} ..."
+
+
+def failure(status: status_pb2.Status) -> str:
+    """A status as one line."""
+    if status.details:
+        return one_line(from_status(status))
+    return f"{Code(status.code).name}: {status.message}"
+
+
+def _model_step(step: runs_pb2.ModelStep) -> Iterator[str]:
+    tokens = f"{step.usage.prompt_tokens} + {step.usage.completion_tokens} tokens"
+    yield f"step {step.step}: model call, {tokens}"
+    if step.problem:
+        yield f"step {step.step}: told the model: {short(step.problem)}"
+
+
+def _call(call: input_pb2.ToolCall) -> str:
+    return f"{call.name} {short(call.arguments_json)}"
+
+
+def _result(ended: runs_pb2.ToolCallEnded) -> str:
+    if ended.HasField("status"):
+        return f"failed: {failure(ended.status)}"
+    whole = f" ({ended.size_bytes} bytes in all)" if ended.truncated else ""
+    return f"-> {short(ended.result_json)}{whole}"
+
+
+def _why(waiting: runs_pb2.RunWaiting) -> str:
+    if waiting.reason == runs_pb2.WAIT_REASON_IN_DOUBT:
+        return " may or may not have been made already"
+    return " needs approval"
+
+
+def _ended(ended: runs_pb2.RunEnded) -> Iterator[str]:
+    if ended.state == runs_pb2.RUN_STATE_SUCCEEDED:
+        return
+    word = state_name(ended.state)
+    yield f"{word}: {failure(ended.status)}" if ended.status.code else word

@@ -1,0 +1,115 @@
+"""Small parts of `sluice docs`, `sluice sessions` and `sluice agent`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from sluice.command import cli_agent, cli_docs, cli_sessions
+from sluice.common.v1 import input_pb2
+from sluice.scheduler.v1 import data_pb2, runs_pb2
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name in ("b.md", "a.TXT", "deep/c.html", "deep/d.htm", "picture.png", ".git/x.md"):
+        (tmp_path / name).write_text("text")
+    return tmp_path
+
+
+def test_a_folder_gives_its_texts_by_their_path_and_suffix(folder: Path) -> None:
+    found = list(cli_docs.find_files([folder]))
+    assert [(one.document_id, one.media_type) for one in found] == [
+        ("a.TXT", "text/plain"),
+        ("b.md", "text/markdown"),
+        ("deep/c.html", "text/html"),
+        ("deep/d.htm", "text/html"),
+    ]
+
+
+def test_what_is_passed_over_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    list(cli_docs.find_files([folder]))
+    said = capsys.readouterr().err
+    assert "picture.png is passed over" in said.replace("\n", " ")
+    assert ".git" not in said
+
+
+def test_a_file_is_named_as_it_is(folder: Path) -> None:
+    (found,) = cli_docs.find_files([folder / "deep" / "c.html"])
+    assert found.document_id == "c.html"
+
+
+@pytest.mark.parametrize(("name", "words"), [("picture.png", "suffixes"), ("none", "there is no")])
+def test_a_file_that_was_named_and_cannot_be_added_is_refused(
+    folder: Path, name: str, words: str
+) -> None:
+    with pytest.raises(typer.BadParameter, match=words):
+        list(cli_docs.find_files([folder / name]))
+
+
+def test_labels_are_name_and_value() -> None:
+    assert cli_docs.labels_of(["a=1", "b=x=y", "c="]) == {"a": "1", "b": "x=y", "c": ""}
+    assert cli_docs.labels_of(None) == {}
+    with pytest.raises(typer.BadParameter, match="name=value"):
+        cli_docs.labels_of(["plain"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        (["chat", "--session"], ["chat", "--session", "new"]),
+        (["chat", "--session", "--model", "m"], ["chat", "--session", "new", "--model", "m"]),
+        (["chat", "--session", "s-1"], ["chat", "--session", "s-1"]),
+        (["chat"], ["chat"]),
+        (["agent", "run", "x", "--session", "-"], ["agent", "run", "x", "--session", "-"]),
+        ([], []),
+    ],
+)
+def test_a_session_without_a_name_is_a_new_one(typed: list[str], read: list[str]) -> None:
+    assert cli_sessions.with_session_value(typed) == read
+
+
+class Store:
+    """A client of a session of 5 messages, told two at a time."""
+
+    def call(self, method: str, request: Any) -> Any:
+        assert method == "GetSession"
+        begin = request.from_message
+        messages = [
+            input_pb2.ChatMessage(role="user", content=str(number))
+            for number in range(begin, min(begin + 2, 5))
+        ]
+        return data_pb2.GetSessionResponse(
+            session=data_pb2.Session(message_count=5), messages=messages
+        )
+
+
+def test_a_history_is_read_to_its_end() -> None:
+    client: Any = Store()
+    assert [one.content for one in cli_sessions.history(client, "s")] == list("01234")
+
+
+def test_a_budget_is_what_was_given() -> None:
+    request = runs_pb2.RunAgentRequest()
+    cli_agent._set_budget(request, None, None, None, "", None)
+    assert not request.HasField("budget")
+    cli_agent._set_budget(request, 3, 100, 0, "2m", 0.5)
+    budget = request.budget
+    assert (budget.steps_max, budget.tokens_max, budget.tool_calls_max) == (3, 100, 0)
+    assert (budget.wall_time_max.seconds, budget.cost_max) == (120, 0.5)
+
+
+def test_words_of_choices_and_states_are_the_protos_own() -> None:
+    for number, word in enumerate(cli_agent.CHOICES, start=1):
+        assert cli_agent._number(runs_pb2.ToolChoice, "TOOL_CHOICE", word, (word,), "") == number
+    for number, word in enumerate(cli_agent.STATES, start=1):
+        assert cli_agent._number(runs_pb2.RunState, "RUN_STATE", word, (word,), "") == number
+    with pytest.raises(typer.BadParameter, match="auto, required, each"):
+        cli_agent._number(
+            runs_pb2.ToolChoice, "TOOL_CHOICE", "always", cli_agent.CHOICES, "--choice"
+        )

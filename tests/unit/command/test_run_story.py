@@ -1,0 +1,108 @@
+"""The events of a run as lines for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from google.rpc import status_pb2
+
+from sluice.command.run_story import lines, short, state_name
+from sluice.common.v1 import input_pb2, result_pb2
+from sluice.scheduler.v1 import runs_pb2
+
+CALL = input_pb2.ToolCall(id="c1", name="calculator", arguments_json='{"expression":\n"6*7"}')
+DOUBT = runs_pb2.WAIT_REASON_IN_DOUBT
+APPROVAL = runs_pb2.WAIT_REASON_APPROVAL
+
+
+def told(**kind: Any) -> list[str]:
+    return list(lines(runs_pb2.RunEvent(sequence=1, run_id="r-1", **kind)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ({"queued": runs_pb2.RunQueued(gate_reason="OPEN")}, ["run r-1"]),
+        (
+            {
+                "model_step": runs_pb2.ModelStep(
+                    step=2,
+                    usage=result_pb2.Usage(prompt_tokens=10, completion_tokens=5),
+                    problem="no such tool",
+                )
+            },
+            ["step 2: model call, 10 + 5 tokens", "step 2: told the model: no such tool"],
+        ),
+        (
+            {"tool_call_started": runs_pb2.ToolCallStarted(step=2, call=CALL)},
+            ['step 2: calculator {"expression": "6*7"}'],
+        ),
+        (
+            {"tool_call_ended": runs_pb2.ToolCallEnded(step=2, result_json="42")},
+            ["step 2: -> 42"],
+        ),
+        (
+            {
+                "tool_call_ended": runs_pb2.ToolCallEnded(
+                    step=2, result_json="[1", truncated=True, size_bytes=9000
+                )
+            },
+            ["step 2: -> [1 (9000 bytes in all)"],
+        ),
+        (
+            {"waiting": runs_pb2.RunWaiting(step=3, reason=DOUBT, call=CALL)},
+            [
+                (
+                    'step 3: waits for a person: calculator {"expression": "6*7"} may or may not'
+                    " have been made already"
+                )
+            ],
+        ),
+        (
+            {"waiting": runs_pb2.RunWaiting(step=3, reason=APPROVAL, call=CALL)},
+            ['step 3: waits for a person: calculator {"expression": "6*7"} needs approval'],
+        ),
+        (
+            {
+                "resumed": runs_pb2.RunResumed(
+                    step=3, decision=runs_pb2.RESUME_DECISION_SUPPLY_RESULT
+                )
+            },
+            ["step 3: decided: supply result"],
+        ),
+        (
+            {"progress": runs_pb2.RunProgress(phase="embed", done=2, total=9)},
+            ["embed: 2 of 9"],
+        ),
+        ({"partial_text": runs_pb2.PartialText(step=1, text="hello")}, []),
+        (
+            {"ended": runs_pb2.RunEnded(state=runs_pb2.RUN_STATE_SUCCEEDED, answer="42")},
+            [],
+        ),
+        ({"ended": runs_pb2.RunEnded(state=runs_pb2.RUN_STATE_CANCELLED)}, ["cancelled"]),
+    ],
+)
+def test_each_event_says_what_happened(kind: dict[str, Any], said: list[str]) -> None:
+    assert told(**kind) == said
+
+
+def test_a_tool_that_failed_says_why() -> None:
+    status = status_pb2.Status(code=14, message="it is away")
+    (line,) = told(tool_call_ended=runs_pb2.ToolCallEnded(step=1, status=status))
+    assert line == "step 1: failed: UNAVAILABLE: it is away"
+
+
+def test_an_answer_without_a_run_says_so() -> None:
+    queued = runs_pb2.RunQueued(gate_reason="BUSY")
+    (line,) = lines(runs_pb2.RunEvent(sequence=1, queued=queued))
+    assert line == "answered directly (BUSY): no run is stored"
+
+
+def test_long_texts_are_cut_and_on_one_line() -> None:
+    assert short("a\n b\tc") == "a b c"
+    assert short("x" * 500, 20) == "x" * 16 + " ..."
+
+
+def test_every_state_has_its_word() -> None:
+    assert state_name(runs_pb2.RUN_STATE_WAITING) == "waiting"
