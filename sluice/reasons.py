@@ -170,6 +170,34 @@ ADMIN: Final[Mapping[str, Reason]] = {
     ),
 }
 
+RUNS: Final[Mapping[str, Reason]] = {
+    "BUDGET_STEPS": _reason(_BUSY, "run", "As many model and tool calls as the run may make."),
+    "BUDGET_TOKENS": _reason(_BUSY, "run", "The run's model tokens are used up."),
+    "BUDGET_TOOL_CALLS": _reason(_BUSY, "run", "More tool calls than the run may make."),
+    "BUDGET_COST": _reason(_BUSY, "run", "The run has cost what it may."),
+    "BUDGET_WALL_TIME": _reason(
+        _LATE, "run", "The run's time is over; waiting for people is not counted."
+    ),
+    "REPEATED_CALLS": _reason(
+        _NOT_NOW, "run", "The model asks again and again for a call that gives the same result."
+    ),
+    "WRONG_CALLS": _reason(
+        _NOT_NOW, "run", "The model wrote what cannot be used, several times in a row."
+    ),
+    "RUN_CANCELLED": _reason(Code.CANCELLED, "run", "Somebody cancelled the run."),
+    "CALL_ABANDONED": _reason(
+        Code.CANCELLED,
+        "call",
+        "The run ended before the tool call did; it may have had its effect.",
+    ),
+    "CALL_SKIPPED": _reason(Code.CANCELLED, "call", "A person went on without the tool call."),
+    "TOOL_UNKNOWN": _reason(_NONE, "call", "No such tool for this run."),
+    "GENERATION_REPLACED": _reason(
+        Code.ABORTED, "run", "The document was replaced or deleted while it was ingested."
+    ),
+    "LEASE_LOST": _reason(Code.ABORTED, "run", "Another agent service holds the run now."),
+}
+
 EDGE: Final[Mapping[str, Reason]] = {
     "BAD_REQUEST": _reason(_BAD, "edge", "The HTTP request or its JSON is malformed."),
     "UNKNOWN_FIELD": _reason(_BAD, "edge", "A JSON field that no message has; it is named."),
@@ -182,7 +210,7 @@ EDGE: Final[Mapping[str, Reason]] = {
     ),
 }
 
-_ALL: Final[Mapping[str, Reason]] = {**EDGE, **ADMIN, **REQUESTS}
+_ALL: Final[Mapping[str, Reason]] = {**EDGE, **ADMIN, **RUNS, **REQUESTS}
 
 
 def complete(error: SluiceError) -> SluiceError:
@@ -195,6 +223,12 @@ def complete(error: SluiceError) -> SluiceError:
         **error.metadata,
     }
     return error
+
+
+def code_of(reason: str) -> Code:
+    """The code of a reason, the first if it comes with several; INTERNAL for an unknown one."""
+    known = _ALL.get(reason)
+    return Code.INTERNAL if known is None else known.codes[0]
 
 
 _HEAD: Final = """\
@@ -221,7 +255,12 @@ Made from [reasons.py](../sluice/reasons.py) by `python -m sluice.reasons > docs
 def render() -> str:
     """The page."""
     parts = [_HEAD]
-    for title, reasons in (("Requests", REQUESTS), ("Administration", ADMIN), ("The edge", EDGE)):
+    for title, reasons in (
+        ("Requests", REQUESTS),
+        ("Runs", RUNS),
+        ("Administration", ADMIN),
+        ("The edge", EDGE),
+    ):
         parts.append(f"\n## {title}\n\n| reason | code | HTTP | scope | delay | meaning |\n")
         parts.append("|---|---|---|---|---|---|\n")
         for name, one in reasons.items():

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
 
+from sluice.errors import Code
+
 RunId = NewType("RunId", str)
 CallId = NewType("CallId", str)
 
@@ -90,7 +92,8 @@ class ToolInfo:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of a run; each ends it. Times without what was spent waiting for people."""
+    """Limits of a run; each ends it. ``steps_max`` counts model calls and tool calls together,
+    which have one sequence of step numbers. Times without what was spent waiting for people."""
 
     steps_max: int
     tokens_max: int
@@ -101,9 +104,9 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why something failed: a gRPC code's name, a reason of docs/ERRORS.md and a fixed text."""
+    """Why something failed: a reason of docs/ERRORS.md and a text that anybody may see."""
 
-    code: str
+    code: Code
     reason: str
     message: str
 
@@ -120,7 +123,8 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class ModelStep:
-    """A model call ended. ``problem``: what was wrong with what it wrote, as it is told."""
+    """A model call ended. ``problem``: what was wrong with what it wrote, as it is told.
+    ``messages_left_out``: the oldest messages that the context had no room for."""
 
     step: int
     message: Message
@@ -128,7 +132,9 @@ class ModelStep:
     completion_tokens: int
     cost: float
     request_id: str
+    cached_tokens: int = 0
     problem: str = ""
+    messages_left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from sluice.errors import Code, SluiceError
 from sluice.status import from_status, to_status
 
 ROOT = Path(__file__).resolve().parents[3]
-KNOWN = {**reasons.REQUESTS, **reasons.ADMIN, **reasons.EDGE}
+KNOWN = {**reasons.REQUESTS, **reasons.RUNS, **reasons.ADMIN, **reasons.EDGE}
 # Position of the reason, and the code, of what makes an error.
 MAKERS: dict[str, tuple[int | None, Code | None]] = {
     "SluiceError": (1, None),
@@ -76,7 +76,7 @@ def raised(package: str) -> Iterator[tuple[str, str, str]]:
 
 
 def test_every_reason_of_the_scheduler_and_the_runtime_is_in_the_list_with_its_code() -> None:
-    found = [*raised("scheduler_svc"), *raised("sluice")]
+    found = [*raised("scheduler_svc"), *raised("agent_svc"), *raised("sluice")]
     assert len(found) > 40
     missing = [
         (reason, code, place)
@@ -91,7 +91,7 @@ def test_every_reason_of_the_scheduler_and_the_runtime_is_in_the_list_with_its_c
 
 
 def test_every_reason_in_the_list_is_raised_somewhere() -> None:
-    packages = ("scheduler_svc", "sluice", "inference_svc", "state_svc")
+    packages = ("scheduler_svc", "sluice", "inference_svc", "state_svc", "agent_svc")
     used = {reason for package in packages for reason, _, _ in raised(package)}
     text = (ROOT / "envoy" / "envoy.yaml.j2").read_text()
     named = "".join(
@@ -102,7 +102,7 @@ def test_every_reason_in_the_list_is_raised_somewhere() -> None:
     )
     unused = {
         reason
-        for reason in {**reasons.REQUESTS, **reasons.ADMIN}
+        for reason in {**reasons.REQUESTS, **reasons.RUNS, **reasons.ADMIN}
         if reason not in used and f'"{reason}"' not in named
     }
     assert unused == set()

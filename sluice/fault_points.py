@@ -1,0 +1,61 @@
+"""Named points at which a test can have a process end as SIGKILL would end it.
+
+They stand before and after what is durable or has an effect outside the process: there a crash must
+change nothing. :func:`fault_point` does nothing unless the environment names its point in
+``SLUICE_FAULT_POINT`` (``name``, or ``name:3`` for the third time that it is passed); then the
+process ends at once, with nothing flushed or closed. :data:`POINTS` is the list of all; a name that
+is not on it is an error, and a test shows that each one is passed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Final
+
+VARIABLE: Final = "SLUICE_FAULT_POINT"
+EXIT_STATUS: Final = 137  # as a shell says of SIGKILL
+
+POINTS: Final = frozenset(
+    {
+        # The agent service.
+        "agent.claimed",  # runs are held, nothing was done for them
+        "agent.before_append",
+        "agent.after_append",
+        "agent.before_model_call",
+        "agent.after_model_call",  # the answer is here and nowhere else
+        "agent.before_tool_call",  # that it begins is stored
+        "agent.after_tool_call",  # its result is here and nowhere else
+        "agent.before_wait",  # the run is about to be given back for a person
+        "agent.before_pause",
+        "agent.before_end",
+        "agent.after_end",
+        "agent.before_hand_over",
+        "agent.before_store_chunks",
+        "agent.after_store_chunks",
+    }
+)
+
+_passed: Counter[str] = Counter()
+
+
+def _armed(text: str) -> tuple[str, int]:
+    name, _, times = text.partition(":")
+    if not name:
+        return "", 0
+    if name not in POINTS or not (times or "1").isdecimal():
+        raise ValueError(f"{VARIABLE}: {text!r} is no fault point")
+    return name, int(times or "1")
+
+
+_name, _times = _armed(os.environ.get(VARIABLE, ""))
+
+
+def fault_point(name: str) -> None:
+    """Passes the point ``name``; the process ends here if it was asked to."""
+    if not _name:
+        return
+    assert name in POINTS, f"{name} is not in the list of fault points"
+    _passed[name] += 1
+    if name == _name and _passed[name] == _times:
+        os._exit(EXIT_STATUS)
