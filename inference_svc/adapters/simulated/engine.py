@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import blake2b
 from typing import Protocol
 
@@ -34,10 +35,12 @@ from inference_svc.adapters.simulated.profile import SimulatedProfile
 from inference_svc.adapters.simulated.prompt import (
     SimulatedPrompt,
     first_state,
+    prompt_text,
     received,
     scripted_reply,
     spelled,
     tokenise,
+    turn_of,
 )
 from inference_svc.adapters.simulated.sequence import Generation, SequenceState
 from inference_svc.adapters.simulated.structured import make_form
@@ -149,9 +152,9 @@ class SimulatedEngine:
         self._alive()
         if not self.profile.generate:
             raise failed_precondition("NO_GENERATION", "This model does not generate.")
-        fault = self.faults.find(
-            spec.request_id, self.profile.model, asyncio.get_running_loop().time()
-        )
+        now = asyncio.get_running_loop().time()
+        text = cache(lambda: prompt_text(spec.prompt))
+        fault = self.faults.find(spec.request_id, self.profile.model, now, text)
         if fault is not None and fault.refuse:
             raise fault.error()
         sampling = spec.sampling
@@ -165,6 +168,8 @@ class SimulatedEngine:
             fault = self._directive(ids) or fault
             if fault is not None and fault.refuse:
                 raise fault.error()
+        if fault is not None:
+            fault = fault.at_turn(turn_of(spec.prompt, fault.marker))
         room = limit - len(ids)
         done = 0
         if spec.continuation is not None:

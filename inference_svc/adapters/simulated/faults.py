@@ -7,6 +7,11 @@ those.
 
 The file: ``{"rules": [{"request_id": "bench-*", "times": 1, "hang_after": 3}]}``;
 keys are the fields of :class:`Fault`. The first rule that matches a request applies to it.
+
+A rule may also say what is answered (``reply``, ``replies``), so that what calls a model can be
+tested without one. This answers prompts that hold the marker with a call, then with an answer::
+
+    {"marker": "task-7", "replies": [{"tool": "search", "arguments": {}}, {"answer": "x"}]}
 """
 
 from __future__ import annotations
@@ -14,14 +19,15 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from sluice.errors import Code, SluiceError
 
 RULES_MAX = 1_000
+REPLIES_MAX = 1_000
 FILE_BYTES_MAX = 1024 * 1024
 LOOK_INTERVAL_S = 0.02  # the file's state is looked at no more often
 DIRECTIVE = re.compile(r"\[\[sim: *(\{.*?\})\]\]", re.DOTALL)
@@ -49,16 +55,30 @@ class Fault:
     hang_after: int | None = None  # no further output after so many tokens; 0: never a first one
     hang_ms: float | None = None  # how long it hangs; None: until it is aborted
     pace_ms: float | None = None  # least time between two outputs of a sequence
+    marker: str = ""  # only for prompts that hold this text
     reply: str | None = None  # the output's text, instead of a generated one
+    # Replies by turn: how many assistant messages follow the message that holds the marker (or the
+    # directive; without either, all count). Beyond the last one: the last one again.
+    replies: tuple[str, ...] = ()
     reply_bytes: bool = False  # the reply's tokens are single bytes, not pieces
     reply_cuts: tuple[int, ...] = ()  # byte offsets at which a delta of the reply ends
     echo: str = (
         ""  # "sampling": the reply is the sampling as received, as JSON; "prompt": the prompt
     )
 
-    def matches(self, request_id: str, model: str) -> bool:
-        """Whether the rule applies to a request."""
-        return fnmatchcase(request_id, self.request_id) and fnmatchcase(model, self.model)
+    def matches(self, request_id: str, model: str, text: Callable[[], str]) -> bool:
+        """Whether the rule applies to a request. ``text``: of its prompt."""
+        return (
+            fnmatchcase(request_id, self.request_id)
+            and fnmatchcase(model, self.model)
+            and (not self.marker or self.marker in text())
+        )
+
+    def at_turn(self, turn: int) -> Fault:
+        """The rule with the reply of a turn, from 0, as its reply."""
+        if not self.replies:
+            return self
+        return replace(self, reply=self.replies[min(turn, len(self.replies) - 1)])
 
     def error(self) -> SluiceError:
         """The scripted status."""
@@ -80,17 +100,32 @@ class Fault:
         if list(cuts) != sorted(set(cuts)) or (cuts and cuts[0] < 1):
             raise ValueError("reply_cuts must grow, from 1")
         values["reply_cuts"] = tuple(cuts)
+        values["replies"] = _replies(values.get("replies", ()))
         fault = cls(**values)  # type: ignore[arg-type]
         _check(fault)
         return fault
 
 
+def _replies(values: object) -> tuple[str, ...]:
+    """Replies as texts; an object stands for its JSON."""
+    if not isinstance(values, list | tuple) or len(values) > REPLIES_MAX:
+        raise ValueError(f"replies must be a list of at most {REPLIES_MAX}")
+    if not all(isinstance(value, str | dict) for value in values):
+        raise ValueError("replies must be texts or objects")
+    return tuple(
+        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for value in values
+    )
+
+
 def _check(fault: Fault) -> None:
-    for name in ("request_id", "model", "status", "reason", "message", "echo"):
+    for name in ("request_id", "model", "status", "reason", "message", "echo", "marker"):
         if not isinstance(getattr(fault, name), str):
             raise ValueError(f"{name} must be text")
     if fault.reply is not None and not isinstance(fault.reply, str):
         raise ValueError("reply must be text")
+    if fault.replies and (fault.reply is not None or fault.echo):
+        raise ValueError("replies go without reply and echo")
     if fault.status not in Code.__members__ or fault.status == "OK":
         raise ValueError("status must be the name of a gRPC code other than OK")
     if fault.echo not in ("", "sampling", "prompt"):
@@ -125,13 +160,16 @@ class FaultBook:
         """Takes the rules back that were given by code."""
         self._given.clear()
 
-    def find(self, request_id: str, model: str, now: float) -> Fault | None:
-        """The rule for a request, whose use is counted. ``now`` in seconds."""
+    def find(
+        self, request_id: str, model: str, now: float, text: Callable[[], str] = str
+    ) -> Fault | None:
+        """The rule for a request, whose use is counted. ``now`` in seconds; ``text`` gives the
+        prompt's text, and is called only where a rule has a marker."""
         if self._path is not None and now >= self._look_at_s:
             self._look_at_s = now + LOOK_INTERVAL_S
             self._look(self._path)
         for rule in (*self._given, *self._read):
-            if rule.left != 0 and rule.fault.matches(request_id, model):
+            if rule.left != 0 and rule.fault.matches(request_id, model, text):
                 if rule.left is not None:
                     rule.left -= 1
                 return rule.fault

@@ -2,6 +2,8 @@
 
 Pure. Understands types, enum, const, properties, required, items, prefixItems, bounds of numbers,
 lengths and counts, pattern, anyOf, oneOf of distinct types, allOf by merging, and local ``$ref``.
+Near the top the state chooses among alternatives: a reply that may be a call or an answer is one or
+the other.
 A keyword that could make the document invalid and is not understood is refused.
 """
 
@@ -105,7 +107,8 @@ class _Maker:
                 if key == "oneOf" and not _exclusive(_list(schema, key)):
                     raise FormError("has a oneOf of branches that are not told apart by type")
                 rest = {name: part for name, part in schema.items() if name != key}
-                return self._one_of([_joined(rest, part) for part in _list(schema, key)], depth)
+                branches = [_joined(rest, part) for part in _list(schema, key)]
+                return self._one_of(self._ordered(branches, depth), depth)
         if "const" in schema or "enum" in schema:
             return self._listed(schema)
         return self._typed(schema, depth)
@@ -157,6 +160,12 @@ class _Maker:
                 raise FormError("has a reference to nothing")
             node = node[step]
         return _object(node)
+
+    def _ordered(self, branches: list[Schema], depth: int) -> list[Schema]:
+        """The order in which branches are tried: near the top from one that is chosen, deeper ones
+        as written, so that what refers to itself ends."""
+        first = 0 if depth > 1 else self._picker.pick(len(branches))
+        return [*branches[first:], *branches[:first]]
 
     def _one_of(self, branches: list[Schema], depth: int) -> Json:
         """The first branch that a value can be made for."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from inference_svc.adapters.simulated.faults import Fault
+from inference_svc.adapters.simulated.faults import DIRECTIVE, Fault
 from inference_svc.adapters.simulated.model import (
     ENCODE_SLICE_BYTES,
     EOS,
@@ -73,6 +73,30 @@ def _said(message: Mapping[str, object]) -> str:
         if message.get(key):
             said += f" [{key} {json.dumps(message[key], ensure_ascii=False, default=str)}]"
     return said
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """The text of a prompt, as rules look for their markers in it."""
+    if isinstance(prompt, ChatPrompt):
+        return render(prompt)
+    if isinstance(prompt, TextPrompt):
+        return prompt.text
+    return decode([token for token in prompt.token_ids if 0 <= token < VOCABULARY_SIZE])
+
+
+def turn_of(prompt: Prompt, marker: str) -> int:
+    """How many assistant messages a conversation holds after the first message with the marker;
+    without one, after the last message with a directive, or in all."""
+    if not isinstance(prompt, ChatPrompt):
+        return 0
+    roles = [message.get("role") for message in prompt.messages]
+    texts = [str(message.get("content") or "") for message in prompt.messages]
+    if marker:
+        start = next((at for at, text in enumerate(texts) if marker in text), 0)
+    else:
+        held = [at for at, text in enumerate(texts) if DIRECTIVE.search(text)]
+        start = held[-1] if held else 0
+    return roles[start:].count("assistant")
 
 
 def over_length(field: str, length: int, limit: int, *, at_least: bool = False) -> SluiceError:

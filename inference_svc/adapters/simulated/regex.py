@@ -105,7 +105,7 @@ class _Parser:
         if char == "\\":
             members = self._escape()
             return members[self._picker.pick(len(members))]
-        if char in "*+?":
+        if char in "*+?{":
             raise FormError("has a quantifier with nothing before it")
         return char
 
@@ -136,8 +136,7 @@ class _Parser:
             least = self._counted()
         else:
             return 1
-        if not self._take("?"):
-            self._take("+")  # lazy or possessive: the same text
+        self._take("?")  # lazy: the same text; possessive is refused, it may match nothing
         if self._peek() and self._peek() in "*+?{":
             raise FormError("has a quantifier on a quantifier")
         return least
