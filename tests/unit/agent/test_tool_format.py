@@ -1,0 +1,633 @@
+"""What a model is asked and how its reply is judged, from the task and the events alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from agent_svc.domain.model import (
+    Budget,
+    CallEnded,
+    CallId,
+    Choice,
+    Decision,
+    Event,
+    Failure,
+    Kind,
+    Message,
+    ModelStep,
+    Resumed,
+    RunId,
+    Task,
+    ToolCall,
+    ToolInfo,
+    Waiting,
+    WaitReason,
+)
+from agent_svc.domain.tool_format import (
+    AnswerText,
+    Ask,
+    Format,
+    Options,
+    Reply,
+    ask,
+    check_arguments,
+    read,
+)
+from sluice.errors import Code
+
+SEARCH = ToolInfo(
+    "search",
+    "Finds text.",
+    {
+        "type": "object",
+        "properties": {
+            "query": {"type": "string", "description": "What to look for."},
+            "top": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["query"],
+        "additionalProperties": False,
+    },
+)
+ADD = ToolInfo(
+    "calculator",
+    "Works out a sum.",
+    {
+        "type": "object",
+        "properties": {"expression": {"type": "string"}},
+        "required": ["expression"],
+        "additionalProperties": False,
+    },
+)
+CLOCK = ToolInfo("clock", "The time.", {"type": "object", "properties": {}})
+TOOLS = (SEARCH, ADD, CLOCK)
+STRUCTURED = Options()
+NATIVE = [form for form in Format if form is not Format.STRUCTURED]
+
+
+def task(**changes: Any) -> Task:
+    made = Task(
+        run_id=RunId("r1"),
+        messages=(Message("user", "How old is the older bridge?"),),
+        tools=TOOLS,
+        choice=Choice.AUTO,
+        budget=Budget(10, 10_000, 10, 60.0, 1.0),
+        create_s=0.0,
+    )
+    return replace(made, **changes)
+
+
+def events(*kinds: Kind) -> list[Event]:
+    return [Event(at, float(at), kind) for at, kind in enumerate(kinds, start=1)]
+
+
+def step(number: int, reply: Reply) -> ModelStep:
+    return ModelStep(number, reply.message, 10, 5, 0.0, f"q{number}", problem=reply.problem)
+
+
+def wrote(*calls: tuple[str, dict[str, Any]], number: int = 1) -> ModelStep:
+    made = tuple(
+        ToolCall(CallId(f"s{number:04d}c{at:03d}"), name, json.dumps(arguments))
+        for at, (name, arguments) in enumerate(calls, start=1)
+    )
+    return ModelStep(number, Message("assistant", "", tool_calls=made), 10, 5, 0.0, f"q{number}")
+
+
+def ended(number: int, call: int, result: str, **more: Any) -> CallEnded:
+    return CallEnded(number, CallId(f"s{number:04d}c{call:03d}"), result, **more)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return json.dumps({"tool": name, "arguments": arguments})
+
+
+def valid(asked: Ask, value: Any) -> bool:
+    return bool(Draft202012Validator(json.loads(asked.json_schema)).is_valid(value))
+
+
+def texts(asked: Ask) -> str:
+    return "\n".join(message.content for message in asked.messages)
+
+
+# --- structured: the schema and the choice ---
+
+
+def test_the_schema_allows_each_call_several_and_an_answer_and_nothing_else() -> None:
+    asked = ask(task(), [], STRUCTURED)
+    one = {"tool": "search", "arguments": {"query": "x"}}
+    clock = {"tool": "clock", "arguments": {}}
+    for good in (one, clock, {"calls": [one, clock]}, {"answer": "x"}):
+        assert valid(asked, good)
+    for bad in (
+        {"tool": "delete", "arguments": {}},
+        {"tool": "search", "arguments": {}},
+        {"tool": "search", "arguments": {"query": "x", "more": 1}},
+        {"tool": "search", "arguments": {"query": "x", "top": 99}},
+        {"calls": [one]},
+        {"calls": [one] * 5},
+        {"answer": 7},
+        {**one, "answer": "x"},
+        "x",
+    ):
+        assert not valid(asked, bad)
+    assert len(asked.json_schema) < 1200
+
+
+def test_one_call_at_a_time_has_no_list() -> None:
+    asked = ask(task(), [], replace(STRUCTURED, parallel_calls_max=1))
+    one = {"tool": "search", "arguments": {"query": "x"}}
+    assert valid(asked, one)
+    assert not valid(asked, {"calls": [one, one]})
+    assert "calls" not in texts(asked)
+
+
+def test_required_takes_the_answer_away_until_a_call_has_ended() -> None:
+    required = task(choice=Choice.REQUIRED)
+    asked = ask(required, [], STRUCTURED)
+    assert not valid(asked, {"answer": "x"})
+    assert read('{"answer": "x"}', "stop", asked, 1).problem.startswith("Call a tool before")
+    history = events(wrote(("clock", {})), ended(1, 1, '"noon"'))
+    assert valid(ask(required, history, STRUCTURED), {"answer": "x"})
+    assert not valid(ask(required, history[:1], STRUCTURED), {"answer": "x"})
+
+
+def test_each_asks_for_the_tools_in_their_order_and_then_for_the_answer_only() -> None:
+    each = task(tools=(SEARCH, ADD), choice=Choice.EACH)
+    history: list[Kind] = []
+    for number, (tool, arguments) in enumerate(
+        (("search", {"query": "x"}), ("calculator", {"expression": "1"})), start=1
+    ):
+        asked = ask(each, events(*history), STRUCTURED)
+        assert valid(asked, {"tool": tool, "arguments": arguments})
+        others = [name for name in ("search", "calculator") if name != tool]
+        assert not any(f'"{name}"' in asked.json_schema for name in others)
+        assert not valid(asked, {"answer": "x"})
+        assert f"Now call {tool}." in asked.messages[-1].content
+        history += [wrote((tool, arguments), number=number), ended(number, 1, "7")]
+    asked = ask(each, events(*history), STRUCTURED)
+    assert valid(asked, {"answer": "x"})
+    assert '"tool"' not in asked.json_schema
+    assert read(call("search", query="x"), "stop", asked, 3).problem == (
+        "No tool may be called any more. Give the answer."
+    )
+
+
+def test_each_stays_at_a_tool_whose_call_was_wrong_and_passes_one_that_failed() -> None:
+    each = task(tools=(SEARCH, ADD), choice=Choice.EACH)
+    wrong = read(call("search"), "stop", ask(each, [], STRUCTURED), 1)
+    assert wrong.problem
+    history: list[Kind] = [step(1, wrong)]
+    assert '"search"' in ask(each, events(*history), STRUCTURED).json_schema
+    failure = Failure(Code.UNAVAILABLE, "TOOL_FAILED", "The tool could not be reached.")
+    history += [
+        wrote(("search", {"query": "x"}), number=2),
+        ended(2, 1, '{"error": "closed"}', failure=failure),
+    ]
+    asked = ask(each, events(*history), STRUCTURED)
+    assert '"calculator"' in asked.json_schema
+    assert 'The call failed: The tool could not be reached. {"error": "closed"}' in texts(asked)
+
+
+def test_a_typed_answer_is_in_the_schema_and_checked() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"years": {"type": "integer", "multipleOf": 5}},
+        "required": ["years"],
+    }
+    asked = ask(task(answer_schema=schema), [], STRUCTURED)
+    assert valid(asked, {"answer": {"years": 10}})
+    assert not valid(asked, {"answer": "x"})
+    assert read('{"answer": {"years": 10}}', "stop", asked, 1) == Reply(
+        Message("assistant", '{"years": 10}')
+    )
+    assert read('{"answer": {"years": 7}}', "stop", asked, 1).problem == (
+        'Wrong answer: "years" must be a multiple of 5.'
+    )
+
+
+# --- structured: the messages ---
+
+
+def test_the_prompt_says_the_form_the_tools_and_the_task() -> None:
+    asked = ask(task(messages=(Message("system", "Be brief."), *task().messages)), [], STRUCTURED)
+    assert [message.role for message in asked.messages] == ["system", "user"]
+    system = asked.messages[0].content
+    assert system.startswith("Be brief.")
+    assert "- search(query: string, top?: integer): Finds text." in system
+    assert "    query: What to look for." in system
+    assert '{"tool": "NAME", "arguments": {...}}' in system
+    assert asked.messages[1].content == "How old is the older bridge?"
+    assert asked.tools == ()
+
+
+def test_steps_are_told_as_words_that_any_template_takes() -> None:
+    history = events(
+        wrote(("search", {"query": "bridge"}), ("clock", {})),
+        ended(1, 1, '{"built": 1872}'),
+        ended(1, 2, '"noon"'),
+    )
+    said = ask(task(), history, STRUCTURED).messages
+    assert [message.role for message in said] == ["system", "user", "assistant", "user"]
+    assert json.loads(said[2].content) == {
+        "calls": [
+            {"tool": "search", "arguments": {"query": "bridge"}},
+            {"tool": "clock", "arguments": {}},
+        ]
+    }
+    assert said[3].content == 'Result of search: {"built": 1872}\nResult of clock: "noon"'
+    assert not any(message.tool_calls for message in said)
+
+
+def test_what_was_wrong_is_told_with_what_was_written() -> None:
+    wrong = read("I think it is old.", "stop", ask(task(), [], STRUCTURED), 1)
+    assert wrong.message.content == "I think it is old."
+    said = ask(task(), events(step(1, wrong)), STRUCTURED).messages
+    assert said[-2] == Message("assistant", "I think it is old.")
+    assert said[-1] == Message("user", wrong.problem)
+
+
+def test_what_a_person_decided_is_the_result_of_the_call() -> None:
+    one = wrote(("search", {"query": "x"}))
+    waiting = Waiting(1, WaitReason.APPROVAL, one.message.tool_calls[0])
+    skip = events(one, waiting, Resumed(1, Decision.SKIP))
+    assert "a person declined it" in texts(ask(task(), skip, STRUCTURED))
+    supplied = events(one, waiting, Resumed(1, Decision.SUPPLY_RESULT, '{"built": 1900}'))
+    assert 'Result of search: {"built": 1900}' in texts(ask(task(), supplied, STRUCTURED))
+    later = [*supplied, *events(ended(1, 1, '{"built": 1901}'))]
+    assert 'Result of search: {"built": 1901}' in texts(ask(task(), later, STRUCTURED))
+
+
+def test_a_long_result_is_shown_as_its_beginning() -> None:
+    history = events(wrote(("clock", {})), ended(1, 1, "é" * 2000, size_bytes=90_000))
+    shown = ask(task(), history, replace(STRUCTURED, result_bytes=301)).messages[-1].content
+    assert shown == "Result of clock: " + "é" * 150 + "... (90000 bytes in all)"
+
+
+def size(asked: Ask) -> int:
+    return sum(len(message.content.encode()) for message in asked.messages)
+
+
+def long_history(steps: int, result: str = "r" * 900) -> list[Event]:
+    kinds: list[Kind] = []
+    for number in range(1, steps + 1):
+        kinds += [wrote(("search", {"query": f"q{number}"}), number=number)]
+        kinds += [ended(number, 1, f"{number}:{result}")]
+    return events(*kinds)
+
+
+def test_a_long_history_keeps_the_task_and_the_last_step_within_the_limit() -> None:
+    for count in (1, 2, 5, 20, 60):
+        asked = ask(task(), long_history(count), STRUCTURED)
+        assert size(asked) <= STRUCTURED.prompt_bytes
+        assert asked.messages[1].content.startswith("How old is the older bridge?")
+        assert f'"q{count}"' in asked.messages[-2].content
+        assert f"Result of search: {count}:rrr" in asked.messages[-1].content
+    assert "(52 steps left out.)" in asked.messages[1].content
+    assert asked.messages_left_out == 104
+
+
+def test_the_beginning_of_a_long_history_stays_the_same_for_some_steps() -> None:
+    beginnings = {
+        ask(task(), long_history(count), STRUCTURED).messages[:4] for count in range(20, 40)
+    }
+    assert len(beginnings) <= 8
+
+
+def test_old_turns_go_before_steps_and_whole() -> None:
+    history = [
+        Message(role, f"{role} {turn} " + "w" * 400)
+        for turn in range(20)
+        for role in ("user", "assistant")
+    ]
+    turn = task(history=history, tools=(), turn=True)
+    asked = ask(turn, [], replace(STRUCTURED, prompt_bytes=2500))
+    assert asked.json_schema == ""
+    assert size(asked) <= 2500
+    said = [message.content.split()[:2] for message in asked.messages[:-1]]
+    assert said[0] == ["user", "18"] or said[0] == ["user", "17"]
+    assert said[-1] == ["assistant", "19"]
+    assert asked.messages[-1] == turn.messages[-1]
+    whole = ask(turn, [], replace(STRUCTURED, prompt_bytes=100_000))
+    assert whole.messages == (*history, *turn.messages)
+    assert whole.messages_left_out == 0
+    assert asked.messages_left_out == len(history) + 1 - len(asked.messages)
+
+
+def test_a_task_that_does_not_fit_stays_whole() -> None:
+    long = task(messages=(Message("user", "x" * 9000),))
+    asked = ask(long, long_history(3), STRUCTURED)
+    assert asked.messages[1].content.startswith("x" * 9000)
+
+
+def test_many_tools_are_described_more_shortly() -> None:
+    tools = [replace(SEARCH, name=f"search_{n}", description="words " * 60) for n in range(40)]
+    asked = ask(task(tools=tools), [], STRUCTURED)
+    assert "words" not in asked.messages[0].content
+    assert "- search_39(query: string, top?: integer)" in asked.messages[0].content
+
+
+# --- structured: replies ---
+
+
+def test_calls_are_read_with_ids_of_their_own() -> None:
+    asked = ask(task(), [], STRUCTURED)
+    reply = read(call("search", query="x", top=2), "stop", asked, 3)
+    assert reply.problem == ""
+    assert reply.message.tool_calls == (
+        ToolCall(CallId("s0003c001"), "search", '{"query": "x", "top": 2}'),
+    )
+    two = read(f'{{"calls": [{call("clock")}, {call("clock")}]}}', "stop", asked, 4)
+    assert [one.id for one in two.message.tool_calls] == ["s0004c001", "s0004c002"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("Paris", "The reply is not JSON. Write one JSON object of the given form."),
+        (
+            "[" * 99_999,
+            "The reply is nested deeper than 32. Write one JSON object of the given form.",
+        ),
+        (
+            '{"other": 1}',
+            'The reply has another form. Write {"tool": ..., "arguments": ...} or {"answer": ...}.',
+        ),
+        (
+            '{"calls": []}',
+            'The reply has another form. Write {"tool": ..., "arguments": ...} or {"answer": ...}.',
+        ),
+        (call("delete_all"), "There is no such tool to call now. Tools: search, calculator, clock"),
+        (call("search"), 'Wrong arguments of search: it needs "query".'),
+        (
+            call("search", query="x", secret="y"),
+            "Wrong arguments of search: it has a property that is not declared.",
+        ),
+        ('{"tool": "search", "arguments": 7}', "The arguments of search must be a JSON object."),
+        (f'{{"calls": [{", ".join([call("clock")] * 5)}]}}', "At most 4 calls at once."),
+        ('{"answer": 7}', "The answer must be text."),
+        (call("search", query="x" * 70_000), "The arguments of search are too long or no text."),
+        (
+            '{"calls": [7]}',
+            "The call of a tool could not be read. Write it exactly in the given form.",
+        ),
+    ],
+)
+def test_a_wrong_reply_is_a_problem_in_fixed_words(text: str, told: str) -> None:
+    reply = read(text, "stop", ask(task(), [], STRUCTURED), 1)
+    assert reply.problem == told
+    assert reply.message.tool_calls == ()
+    assert len(reply.message.content) < 500
+
+
+def test_one_wrong_call_makes_none_of_a_reply() -> None:
+    text = f'{{"calls": [{call("clock")}, {call("delete_all")}]}}'
+    assert read(text, "stop", ask(task(), [], STRUCTURED), 1).message.tool_calls == ()
+
+
+def test_an_answer_that_was_cut_off_is_the_answer_and_a_call_is_not() -> None:
+    asked = ask(task(), [], STRUCTURED)
+    assert read('{"answer": "It is ol', "length", asked, 1) == Reply(
+        Message("assistant", "It is ol")
+    )
+    assert read('{"tool": "search", "argum', "length", asked, 1).problem == (
+        "The reply was cut off at the limit of tokens. Write less."
+    )
+
+
+@given(st.text(alphabet="abcdef0123456789-_", min_size=12))
+def test_no_problem_holds_anything_that_was_written(secret: str) -> None:
+    asked = ask(task(), [], STRUCTURED)
+    for text in (
+        secret,
+        call(secret),
+        call("search", **{secret: secret}),
+        call("search", query=[secret]),
+        json.dumps({secret: secret}),
+        json.dumps({"answer": [secret]}),
+    ):
+        reply = read(text, "stop", asked, 1)
+        assert reply.problem
+        assert secret not in reply.problem
+
+
+@given(st.text(), st.sampled_from(list(Format)), st.sampled_from(["stop", "length"]))
+def test_no_text_makes_reading_raise(text: str, form: Format, finish: str) -> None:
+    asked = ask(task(), [], replace(STRUCTURED, format=form))
+    for written in (text, f"<tool_call>{text}", f"[TOOL_CALLS]{text}", "{" + text, "[" + text):
+        reply = read(written, finish, asked, 1)
+        reply.message.content.encode()
+
+
+# --- without tools ---
+
+
+def test_without_tools_a_call_is_plain_text() -> None:
+    asked = ask(task(tools=()), [], STRUCTURED)
+    assert asked.json_schema == ""
+    assert asked.messages == task().messages
+    reply = read('{"tool": "search"}', "length", asked, 1)
+    assert reply == Reply(Message("assistant", '{"tool": "search"}'))
+    assert AnswerText(asked).push("any {text}") == "any {text}"
+
+
+def test_without_tools_a_typed_answer_is_asked_for_and_checked() -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    asked = ask(task(tools=(), answer_schema=schema), [], STRUCTURED)
+    assert valid(asked, {"n": 1})
+    assert not valid(asked, {"n": "1"})
+    assert read('{"n": 1}', "stop", asked, 1) == Reply(Message("assistant", '{"n": 1}'))
+    assert (
+        read('{"n": "x"}', "stop", asked, 1).problem == 'Wrong answer: "n" must be of type integer.'
+    )
+    assert read("{", "stop", asked, 1).problem == "The answer is not JSON. Write it as JSON."
+
+
+# --- native formats ---
+
+WRITTEN = {
+    Format.HERMES: [
+        '<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>',
+        (
+            "<think>hm <tool_call></think>Look.<tool_call>"
+            '{"name": "search", "arguments": {"query": "x"}}'
+        ),
+        '<tool_call>[{"name": "search", "arguments": {"query": "x"}}]</tool_call><|im_end|>',
+    ],
+    Format.LLAMA3: [
+        '{"name": "search", "parameters": {"query": "x"}}',
+        '<|python_tag|>{"name": "search", "parameters": {"query": "x"}}<|eom_id|>',
+        ' {"name": "search", "arguments": {"query": "x"}}',
+    ],
+    Format.MISTRAL: [
+        '[TOOL_CALLS] [{"name": "search", "arguments": {"query": "x"}, "id": "abcdefghi"}]',
+        '[TOOL_CALLS]search[ARGS]{"query": "x"}</s>',
+        '[TOOL_CALLS]search[CALL_ID]abcdefghi[ARGS]{"query": "x"}',
+        '[TOOL_CALLS]search{"query": "x"}',
+    ],
+    Format.PYTHONIC: ["[search(query='x')]", ' [search(query="x",)] '],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "text"), [(form, text) for form, all_ in WRITTEN.items() for text in all_]
+)
+def test_a_call_in_each_native_format(form: Format, text: str) -> None:
+    asked = ask(task(), [], replace(STRUCTURED, format=form))
+    assert asked.json_schema == ""
+    assert asked.tools == TOOLS
+    reply = read(text, "stop", asked, 2)
+    assert reply.problem == ""
+    assert reply.message.tool_calls == (ToolCall(CallId("s0002c001"), "search", '{"query": "x"}'),)
+    assert AnswerText(asked).push(text) in ("", "Look.")
+
+
+SEVERAL = {
+    Format.HERMES: '<tool_call>{"name": "clock", "arguments": {}}</tool_call>\n'
+    '<tool_call>{"name": "clock"}</tool_call>',
+    Format.MISTRAL: "[TOOL_CALLS]clock[ARGS]{}[TOOL_CALLS]clock[ARGS]{}",
+    Format.PYTHONIC: "[clock(), clock()]",
+}
+
+
+@pytest.mark.parametrize("form", list(SEVERAL))
+def test_several_calls_in_native_formats(form: Format) -> None:
+    asked = ask(task(), [], replace(STRUCTURED, format=form))
+    calls = read(SEVERAL[form], "stop", asked, 1).message.tool_calls
+    assert [(one.id, one.name) for one in calls] == [("s0001c001", "clock"), ("s0001c002", "clock")]
+
+
+def test_llama_calls_one_at_a_time_since_its_template_takes_no_more() -> None:
+    asked = ask(task(), [], replace(STRUCTURED, format=Format.LLAMA3))
+    text = '{"name": "clock", "parameters": {}}; {"name": "clock", "parameters": {}}'
+    assert read(text, "stop", asked, 1).problem == "At most 1 call at once."
+
+
+def test_the_same_id_twice_is_a_problem() -> None:
+    asked = ask(task(), [], replace(STRUCTURED, format=Format.MISTRAL))
+    one = '{"name": "clock", "arguments": {}, "id": "abcdefghi"}'
+    assert read(f"[TOOL_CALLS][{one}, {one}]", "stop", asked, 1).problem == (
+        "Two calls have the same id."
+    )
+
+
+@pytest.mark.parametrize("form", NATIVE)
+def test_an_answer_in_each_native_format(form: Format) -> None:
+    asked = ask(task(), [], replace(STRUCTURED, format=form))
+    reply = read("<think>x</think>It is 152 years old.", "stop", asked, 1)
+    assert reply == Reply(Message("assistant", "It is 152 years old."))
+
+
+@pytest.mark.parametrize("form", NATIVE)
+def test_native_steps_are_told_as_calls_and_tools_messages(form: Format) -> None:
+    options = replace(STRUCTURED, format=form)
+    history = events(wrote(("clock", {})), ended(1, 1, '"noon"'))
+    said = ask(task(), history, options).messages
+    assert [message.role for message in said] == ["user", "assistant", "tool"]
+    assert said[1].tool_calls[0].name == "clock"
+    assert said[2] == Message("tool", '"noon"', "clock", call_id=CallId("s0001c001"))
+
+
+@pytest.mark.parametrize("form", NATIVE)
+def test_native_choices_narrow_the_tools_and_refuse_an_early_answer(form: Format) -> None:
+    options = replace(STRUCTURED, format=form)
+    each = task(choice=Choice.EACH)
+    asked = ask(each, [], options)
+    assert [tool.name for tool in asked.tools] == ["search"]
+    assert read("Done.", "stop", asked, 1).problem == "Call a tool before you answer. Tools: search"
+    assert AnswerText(asked).push("Done.") == ""
+
+
+BROKEN = {
+    Format.HERMES: [
+        "<tool_call>{",
+        "<tool_call>7</tool_call>",
+        '<tool_call>{"name": 7}</tool_call>',
+        "<tool_call></tool_call>",
+    ],
+    Format.LLAMA3: ["{", '{"name"}', '{"a": 1}', "{}" * 100],
+    Format.MISTRAL: [
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS] [",
+        "[TOOL_CALLS]search",
+        "[TOOL_CALLS]search[ARGS]7 8",
+        "[TOOL_CALLS] []",
+    ],
+    Format.PYTHONIC: [
+        "[",
+        "[]",
+        "[search(",
+        "[search('x')]",
+        "[search(query=open('f'))]",
+        "[search(query='x', query='y')]",
+        "[a.b]",
+        "[search(query=" + "[" * 9999,
+        "[1]",
+        "[search()] and more",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "text"), [(form, text) for form, all_ in BROKEN.items() for text in all_]
+)
+def test_a_broken_call_is_a_problem(form: Format, text: str) -> None:
+    asked = ask(task(), [], replace(STRUCTURED, format=form))
+    assert read(text, "stop", asked, 1).problem == (
+        "The call of a tool could not be read. Write it exactly in the given form."
+    )
+
+
+def test_python_literals_are_read_as_values() -> None:
+    anything = ToolInfo("f", "", {"type": "object"})
+    asked = ask(task(tools=(anything,)), [], replace(STRUCTURED, format=Format.PYTHONIC))
+    text = """[f(a=-1.5e3, b=[True, None, 'it\\'s'], c={"k": {"n": 2}}, d="\\u00e9\\n", e=false)]"""
+    arguments = read(text, "stop", asked, 1).message.tool_calls[0].arguments_json
+    assert json.loads(arguments) == {
+        "a": -1500.0,
+        "b": [True, None, "it's"],
+        "c": {"k": {"n": 2}},
+        "d": "é\n",
+        "e": False,
+    }
+
+
+# --- the answer's words ---
+
+
+def test_words_of_a_structured_answer_are_live_and_only_when_one_is_allowed() -> None:
+    asked = ask(task(), [], STRUCTURED)
+    words = AnswerText(asked)
+    assert [words.push(piece) for piece in ('{"answ', 'er": "It', " is", '"}')] == [
+        "",
+        "It",
+        " is",
+        "",
+    ]
+    assert AnswerText(ask(task(choice=Choice.REQUIRED), [], STRUCTURED)).push('{"answer": "x') == ""
+
+
+@given(st.text(min_size=1))
+def test_words_shown_equal_the_answer_that_is_read(answer: str) -> None:
+    asked = ask(task(), [], STRUCTURED)
+    text = json.dumps({"answer": answer})
+    words = AnswerText(asked)
+    assert (
+        "".join(words.push(char) for char in text) == read(text, "stop", asked, 1).message.content
+    )
+
+
+def test_the_same_history_gives_the_same_question() -> None:
+    history = long_history(30)
+    assert ask(task(), history, STRUCTURED) == ask(task(), list(history), STRUCTURED)
+
+
+def test_arguments_are_checked_again_by_what_is_declared_now() -> None:
+    assert check_arguments(SEARCH, '{"query": "x"}') == ""
+    assert check_arguments(SEARCH, "[]") == "The arguments of search must be a JSON object."
+    assert check_arguments(SEARCH, "{}") == 'Wrong arguments of search: it needs "query".'
