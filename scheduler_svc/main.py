@@ -20,11 +20,15 @@ from scheduler_svc.adapters.decisions import Decisions
 from scheduler_svc.adapters.execution_link import ExecuteConnection, ExecutionLink, choose_link
 from scheduler_svc.adapters.fleet_watch import FleetWatch
 from scheduler_svc.adapters.gate import Gate
+from scheduler_svc.adapters.identity import Identity
+from scheduler_svc.adapters.mesh_api import MeshApi
 from scheduler_svc.adapters.metrics import SchedulerMetrics
-from scheduler_svc.adapters.public_api import EmbedStub, PublicApi
+from scheduler_svc.adapters.public_api import PublicApi
 from scheduler_svc.adapters.quota_client import GrpcQuotaTransport, QuotaClient
 from scheduler_svc.adapters.quota_keeper import QuotaKeeper
 from scheduler_svc.adapters.quota_metrics import QuotaMetrics
+from scheduler_svc.adapters.run_rights import RunRights
+from scheduler_svc.adapters.serving import EmbedStub, Serving
 from scheduler_svc.adapters.state_admin import StateAdmin
 from scheduler_svc.adapters.state_watch import StateWatch
 from scheduler_svc.adapters.tenants import Tenants
@@ -49,8 +53,9 @@ from sluice.config import ConfigError, config_path, load
 from sluice.deadline import MethodDeadline
 from sluice.execution.v1 import execution_pb2_grpc
 from sluice.frames_grpc import client_connection
-from sluice.grants import GrantSigner
+from sluice.grants import PUBLIC_FOLDER, GrantSigner
 from sluice.mesh_config import MeshSettings
+from sluice.run_credentials import CredentialSigner, CredentialVerifier
 from sluice.scheduler.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -70,6 +75,7 @@ DRAIN_POLL_S: Final = 0.02
 QUOTA_DRAIN_S: Final = 1.0
 USAGE_DRAIN_S: Final = 3.0
 DECISIONS_DRAIN_S: Final = 1.0
+RENEW_LIMIT_S: Final = 3.0
 
 
 class Parts:
@@ -90,7 +96,8 @@ class Parts:
             self.quota = QuotaClient(life, transport, time.monotonic)
             QuotaMetrics(telemetry, self.quota, self.usage)
         keeper = QuotaKeeper(self.quota)
-        self.gate = Gate(domain, _signer(config), flush, config.write_limit_s, keeper)
+        signer = _signer(config)
+        self.gate = Gate(domain, signer, flush, config.write_limit_s, keeper)
         self.gate.links = [
             ExecutionLink(target, partial(self._connect, target), self.gate)
             for target in config.executions
@@ -107,25 +114,40 @@ class Parts:
         agents = AgentPath(AgentGate(agent_limits(config)), self.usage)
         agents.export(telemetry)
         telemetry.counter(names.CONFIG_RELOADS, self._read_reloads)
-        # The methods of later layers are the generated base's, which answers UNIMPLEMENTED; the
-        # stubs call them abstract.
-        self.public = PublicApi(  # type: ignore[abstract]
+        decisions = Decisions(
+            Recorder(config.name, config.decision_slow_share),
+            self.decisions,
+            config.decision_sample_ratio,
+        )
+        serving = Serving(
             self.gate,
             catalog,
-            self.tenants,
             class_times(config),
             metrics,
             self._embed_stub,
             self.usage,
             prices(config),
-            Decisions(
-                Recorder(config.name, config.decision_slow_share),
-                self.decisions,
-                config.decision_sample_ratio,
-            ),
+            decisions,
+        )
+        # The methods of later layers are the generated base's, which answers UNIMPLEMENTED; the
+        # stubs call them abstract.
+        self.public = PublicApi(  # type: ignore[abstract]
+            serving,
+            Identity(self.tenants, serving),
+            catalog,
+            self.gate,
+            self.usage,
+            decisions,
             agents,
         )
-        self.admin = AdminApi(
+        self.meshed = MeshApi(
+            serving,
+            self.tenants,
+            CredentialSigner(signer),
+            CredentialVerifier(config.keys_dir / PUBLIC_FOLDER),
+            RunRights(self.state_channel, self.tenants),
+        )
+        self.admin = AdminApi(  # type: ignore[abstract]  # tools are not forwarded yet
             config.name,
             self.gate,
             self.fleet,
@@ -252,11 +274,18 @@ async def serve() -> int:
     admin_pb2_grpc.add_SchedulerAdminServiceServicer_to_server(parts.admin, public.grpc)
     public.add_service(SERVICE)
     public.add_service(ADMIN_SERVICE)
-    meshed = MeshServer("scheduler-mesh", [config.mesh_bind], health, telemetry=telemetry)
-    mesh_pb2_grpc.add_SchedulerMeshServiceServicer_to_server(
-        mesh_pb2_grpc.SchedulerMeshServiceServicer(),  # type: ignore[abstract]
-        meshed.grpc,
+    meshed = MeshServer(
+        "scheduler-mesh",
+        [config.mesh_bind],
+        health,
+        deadlines={
+            f"/{MESH_SERVICE}/GenerateStep": longest,
+            f"/{MESH_SERVICE}/EmbedStep": longest,
+            f"/{MESH_SERVICE}/RenewRunCredential": MethodDeadline(RENEW_LIMIT_S, RENEW_LIMIT_S),
+        },
+        telemetry=telemetry,
     )
+    mesh_pb2_grpc.add_SchedulerMeshServiceServicer_to_server(parts.meshed, meshed.grpc)
     meshed.add_service(MESH_SERVICE)
     await public.start()
     await meshed.start()

@@ -111,6 +111,11 @@ class GrantSigner:
         """From the private key under ``folder``. OSError or ValueError when it cannot be read."""
         return cls(_load_private(folder / PRIVATE_FILE), issuer)
 
+    def signature(self, data: bytes) -> bytes:
+        """Of other bytes than a grant, which begin with what they are so that none can be taken for
+        the other."""
+        return self._private.sign(data)
+
     def sign(
         self,
         request_id: str,
@@ -138,19 +143,51 @@ class GrantSigner:
         )
 
 
+class PublicKeys:
+    """The keys of a public folder by their ids; empty until :meth:`read`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._keys: dict[str, Ed25519PublicKey] = {}
+        self._read_at = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def get(self, wanted: str, now_unix_s: float) -> Ed25519PublicKey | None:
+        """The key, for which the folder is read again if need be."""
+        public = self._keys.get(wanted)
+        # A clock that was set back must not stop reloading: hence the absolute difference.
+        if public is None and abs(now_unix_s - self._read_at) >= RELOAD_PAUSE_S:
+            self._read_at = now_unix_s
+            self.read()
+            public = self._keys.get(wanted)
+        return public
+
+    def read(self) -> None:
+        """Takes the keys that are in the folder now; it may be empty or absent until later."""
+        keys: dict[str, Ed25519PublicKey] = {}
+        for path in sorted(self._folder.glob("*.pem"))[:PUBLIC_KEYS_MAX]:
+            try:
+                key = serialization.load_pem_public_key(path.read_bytes())
+            except (OSError, ValueError, UnsupportedAlgorithm):
+                continue  # a file that is not a key does not take the others away
+            if isinstance(key, Ed25519PublicKey):
+                keys[key_id(key)] = key
+        self._keys = keys
+
+
 class GrantVerifier:
     """Checks grants on an instance."""
 
     def __init__(self, public_folder: Path) -> None:
-        self._folder = public_folder
-        self._keys: dict[str, Ed25519PublicKey] = {}
-        self._read_at = float("-inf")
+        self._keys = PublicKeys(public_folder)
 
     @classmethod
     def load(cls, public_folder: Path) -> GrantVerifier:
         """With the keys that are in the folder now; it may be empty or absent until later."""
         verifier = cls(public_folder)
-        verifier._read()
+        verifier._keys.read()
         return verifier
 
     def __len__(self) -> int:
@@ -172,7 +209,7 @@ class GrantVerifier:
             raise _denied("GRANT_MISSING", "The work carries no dispatch grant.")
         if len(grant.payload) > GRANT_BYTES_MAX:
             raise _denied("GRANT_SIGNATURE", "The dispatch grant cannot be read.")
-        public = self._key(grant.key_id, now_unix_s)
+        public = self._keys.get(grant.key_id, now_unix_s)
         if public is None:
             raise _denied("GRANT_UNKNOWN_KEY", "The dispatch grant's key is not known here.")
         try:
@@ -195,26 +232,6 @@ class GrantVerifier:
         if content.HasField("start_by_time") and now_unix_s >= _seconds(content.start_by_time):
             raise _denied(GRANT_LAPSED, "The time to start under the dispatch grant has passed.")
         return content
-
-    def _key(self, wanted: str, now_unix_s: float) -> Ed25519PublicKey | None:
-        public = self._keys.get(wanted)
-        # A clock that was set back must not stop reloading: hence the absolute difference.
-        if public is None and abs(now_unix_s - self._read_at) >= RELOAD_PAUSE_S:
-            self._read_at = now_unix_s
-            self._read()
-            public = self._keys.get(wanted)
-        return public
-
-    def _read(self) -> None:
-        keys: dict[str, Ed25519PublicKey] = {}
-        for path in sorted(self._folder.glob("*.pem"))[:PUBLIC_KEYS_MAX]:
-            try:
-                key = serialization.load_pem_public_key(path.read_bytes())
-            except (OSError, ValueError, UnsupportedAlgorithm):
-                continue  # a file that is not a key does not take the others away
-            if isinstance(key, Ed25519PublicKey):
-                keys[key_id(key)] = key
-        self._keys = keys
 
 
 def _denied(reason: str, message: str) -> SluiceError:

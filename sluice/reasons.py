@@ -60,6 +60,15 @@ REQUESTS: Final[Mapping[str, Reason]] = {
     "KEY_MALFORMED": _reason(_WHO, "key", "The header is not `Bearer KEY`."),
     "KEY_UNKNOWN": Reason((_WHO, _NONE), "key", "No such key."),
     "KEY_EXPIRED": _reason(_WHO, "key", "The key has run out."),
+    # Who asks for a step of a run (agent services; no client hears these).
+    "CREDENTIAL_MISSING": _reason(_WHO, "run", "The call carries no run credential."),
+    "CREDENTIAL_UNKNOWN_KEY": _reason(_WHO, "run", "No scheduler that is known here signed it."),
+    "CREDENTIAL_SIGNATURE": _reason(_WHO, "run", "Its signature is wrong, or it cannot be read."),
+    "CREDENTIAL_EXPIRED": _reason(_WHO, "run", "It is not valid at this time."),
+    "RUN_ENDED": _reason(_NOT_NOW, "run", "The run has ended."),
+    "RUN_NOT_PERMITTED": _reason(
+        _MAY_NOT, "run", "The run's tenant is gone, or may not have such runs any more."
+    ),
     # What is asked.
     "INVALID_FIELD": _reason(_BAD, "request", "A field is wrong; BadRequest names it."),
     "MESSAGE_TOO_LARGE": _reason(_BAD, "request", "The message exceeds the limit of all hops."),

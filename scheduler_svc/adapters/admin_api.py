@@ -17,7 +17,8 @@ from scheduler_svc.adapters.catalog import Catalog
 from scheduler_svc.adapters.fleet_watch import SILENCE_LIMIT_S, FleetWatch
 from scheduler_svc.adapters.gate import Gate
 from scheduler_svc.adapters.lane import set_duration
-from scheduler_svc.adapters.state_admin import StateAdmin, not_configured
+from scheduler_svc.adapters.state_admin import StateAdmin
+from scheduler_svc.adapters.state_calls import not_configured
 from scheduler_svc.adapters.tenants import Tenants
 from scheduler_svc.domain.model import InstanceName
 from scheduler_svc.domain.snapshot import InstanceStatus, Snapshot

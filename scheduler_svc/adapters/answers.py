@@ -7,6 +7,7 @@ from google.protobuf import duration_pb2
 from scheduler_svc.adapters.lane import set_duration
 from scheduler_svc.adapters.live_request import LiveRequest
 from sluice.common.v1 import result_pb2
+from sluice.execution.v1 import execution_pb2
 from sluice.scheduler.v1 import generate_pb2
 
 
@@ -88,6 +89,22 @@ def whole_answer(live: LiveRequest, now: float, cost: float) -> generate_pb2.Gen
         request_id=live.ticket.request_id,
         attempts=live.attempt,
         simulated=live.ended.simulated,
+    )
+
+
+def embeddings(
+    live: LiveRequest, response: execution_pb2.ExecuteEmbedResponse, cost: float
+) -> generate_pb2.EmbedResponse:
+    """The answer of an embedding."""
+    answer = response.response
+    return generate_pb2.EmbedResponse(
+        embeddings=[generate_pb2.Embedding(values=each.values) for each in answer.embeddings],
+        usage=answer.usage,
+        model=live.ticket.model,
+        instance=response.instance,
+        request_id=live.ticket.request_id,
+        simulated=answer.simulated,
+        cost=cost,
     )
 
 

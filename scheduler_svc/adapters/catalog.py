@@ -6,7 +6,7 @@ restarting engine is UNAVAILABLE and not NOT_FOUND. Synchronous; no state of its
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from scheduler_svc.adapters.alias_table import AliasTable
@@ -62,6 +62,32 @@ class Catalog:
             raise _unknown(resolved)
         if not resolved:
             raise unavailable("NO_INSTANCE", "no instance has reported a model yet", 1.0)
+        return self._able(resolved, embeds, known)
+
+    def granted(
+        self, name: str, tenant: Tenant, models: Sequence[str], *, embeds: bool = False
+    ) -> str:
+        """The served model for a call of a run that may call ``models``: served names and no
+        aliases, so that a run keeps its model. Without a name the first that does what is asked.
+        Errors as of :meth:`resolve`; also for one that is not the tenant's any more."""
+        if not name:
+            works = ((model, self.work_of(model)) for model in models)
+            able = (model for model, work in works if work is not None and work[embeds])
+            name = next(able, self._default[embeds])
+        if name not in models or not self._permits(tenant, name):
+            raise _unknown(name)
+        return self._able(name, embeds, self._known())
+
+    def _permits(self, tenant: Tenant, model: str) -> bool:
+        """By its own name, or by that of an alias that may point at it."""
+        return tenant.may_use(model) or any(
+            tenant.may_use(name) and any(target.model == model for target in alias.targets)
+            for name, alias in self.aliases.all().items()
+        )
+
+    def _able(
+        self, resolved: str, embeds: bool, known: Mapping[str, inference_pb2.GetModelResponse]
+    ) -> str:
         model = known.get(resolved)
         if model is None:
             if resolved == self._default[embeds]:

@@ -14,14 +14,8 @@ from typing import Any, Final, TypeVar
 
 import grpc.aio
 
-from sluice.errors import (
-    Code,
-    FieldViolation,
-    SluiceError,
-    failed_precondition,
-    invalid,
-    unavailable,
-)
+from scheduler_svc.adapters.state_calls import CALL_TIMEOUT_S, answered
+from sluice.errors import Code, SluiceError, invalid
 from sluice.scheduler.v1 import admin_pb2
 from sluice.state.v1 import (
     aliases_pb2,
@@ -32,27 +26,16 @@ from sluice.state.v1 import (
     tenants_pb2,
     tenants_pb2_grpc,
 )
-from sluice.status import from_rpc_error
 from sluice.timestamps import unix_seconds
 
 T = TypeVar("T")
 
-CALL_TIMEOUT_S: Final = 3.0  # below what an operator's command waits
-RETRY_AFTER_S: Final = 1.0
 KEY_BYTES: Final = 24
 KEY_ID_BYTES: Final = 6
 LABEL_CHARS_MAX: Final = 128
 _LIMITS: Final = ("requests_per_min", "tokens_per_min", "concurrent_requests", "tokens_per_day")
 # Fields of the state service that have another name here.
 _RENAMED: Final = {"tenant.limits": "tenant.quota", "key.tenant": "tenant", "key.label": "label"}
-
-
-def not_configured() -> SluiceError:
-    """This scheduler has no state service."""
-    return failed_precondition(
-        "STATE_NOT_CONFIGURED",
-        "this scheduler has no state service; set scheduler.state to its address",
-    )
 
 
 class StateAdmin:
@@ -158,29 +141,7 @@ class StateAdmin:
 
 
 async def _call(call: Awaitable[T]) -> T:
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        typed = from_rpc_error(error)
-    if typed.reason in ("PEER_UNAVAILABLE", "DEADLINE_EXCEEDED"):
-        raise unavailable(
-            "STATE_UNREACHABLE", "the state service does not answer now", RETRY_AFTER_S
-        )
-    raise SluiceError(
-        typed.code,
-        typed.reason,
-        _renamed(typed.message),
-        metadata=typed.metadata,
-        retry_after_s=typed.retry_after_s,
-        fields=[FieldViolation(_renamed(one.field), one.description) for one in typed.fields],
-    )
-
-
-def _renamed(text: str) -> str:
-    for theirs, ours in _RENAMED.items():
-        if text.startswith(theirs):
-            return ours + text.removeprefix(theirs)
-    return text
+    return await answered(call, _RENAMED)
 
 
 def _stored(tenant: admin_pb2.Tenant) -> tenants_pb2.Tenant:

@@ -167,6 +167,10 @@ class Mesh:
         """The same for HTTP."""
         return dict(self.metadata)
 
+    def mesh_address(self, name: str) -> str:
+        """Where a scheduler serves what is not public."""
+        return self[name].environ["SLUICE_SCHEDULER_MESH_BIND"]
+
     # What it says of itself. Blocking, each answer at once.
 
     def channel(self, name: str) -> grpc.Channel:

@@ -11,15 +11,14 @@ from typing import Any, cast
 
 import pytest
 
-from scheduler_svc.adapters.agent_path import AgentPath
 from scheduler_svc.adapters.decision_log import DecisionLog
 from scheduler_svc.adapters.decision_records import Recorder
 from scheduler_svc.adapters.decisions import Decisions
-from scheduler_svc.adapters.public_api import PublicApi
 from scheduler_svc.adapters.quota_keeper import QuotaKeeper
+from scheduler_svc.adapters.serving import Caller, Serving
+from scheduler_svc.adapters.tenant import Tenant
 from scheduler_svc.adapters.usage_log import UsageLog
 from scheduler_svc.config import SchedulerConfig, class_times
-from scheduler_svc.domain.agent_gate import AgentGate, AgentLimits
 from scheduler_svc.domain.flush import FlushBudget
 from scheduler_svc.domain.limits import SchedulerLimits
 from scheduler_svc.domain.model import PriorityClass, Ticket
@@ -28,31 +27,28 @@ from scheduler_svc.domain.prices import Prices
 from scheduler_svc.domain.scheduler import Scheduler
 from sluice.scheduler.v1 import generate_pb2
 
-CONTEXT = SimpleNamespace(invocation_metadata=lambda: (), time_remaining=lambda: 10.0)
-
 
 async def ticket_of(request: generate_pb2.GenerateRequest) -> Ticket:
     """What the gate would be given."""
-    tenant = SimpleNamespace(name="dev", class_for=lambda wanted: PriorityClass.STANDARD)
+    tenant = Tenant("dev")
     gate = SimpleNamespace(
         domain=Scheduler(SchedulerLimits(), LeastWork()),
         flush=FlushBudget(),
         quota=QuotaKeeper(),
         check=lambda ticket: None,
     )
-    api = PublicApi(  # type: ignore[abstract]
+    serving = Serving(
         cast("Any", gate),
-        cast("Any", SimpleNamespace(resolve=lambda model, tenant: "m")),
-        cast("Any", SimpleNamespace(tenant=lambda header: tenant)),
+        cast("Any", SimpleNamespace(resolve=lambda model, tenant, embeds: "m")),
         class_times(SchedulerConfig()),
         cast("Any", SimpleNamespace()),
         lambda instance: None,
         UsageLog("test", None),
         Prices(),
         Decisions(Recorder("test", 1.0), DecisionLog(1 << 20), 0.0),
-        AgentPath(AgentGate(AgentLimits()), UsageLog("test", None)),
     )
-    live, _ = await api._generation(request, cast("Any", CONTEXT), whole=False)
+    caller = Caller(tenant, "r", PriorityClass.STANDARD, 10.0)
+    live, _ = await serving.generation(request, caller, whole=False)
     return live.ticket
 
 

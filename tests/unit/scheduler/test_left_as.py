@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_svc.adapters.public_api import left_as
+from scheduler_svc.adapters.serving import left_as
 from scheduler_svc.domain.model import Outcome, PriorityClass, Ticket, TicketId
 
 
