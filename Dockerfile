@@ -1,4 +1,4 @@
-# Every image of Sluice. Targets: service (scheduler, execution, state, first-time files), inference-cpu, inference-gpu, envoy.
+# Every image of Sluice. Targets: service (scheduler, execution, agent, state, first-time files), inference-cpu, inference-gpu, envoy.
 # docker-compose.yml builds them; each runs as a user without rights and needs nothing writable but /tmp.
 
 FROM python:3.11.13-slim-bookworm AS base
@@ -26,6 +26,7 @@ RUN python protos/generate.py
 COPY envoy envoy
 COPY scheduler_svc scheduler_svc
 COPY execution_svc execution_svc
+COPY agent_svc agent_svc
 COPY state_svc state_svc
 COPY inference_svc inference_svc
 # Compiled here, because the running container cannot write.

@@ -24,8 +24,8 @@ HEADER: Final = """\
 #   KEY=$(docker compose exec scheduler cat /var/lib/sluice/api-key)
 #   curl -H "authorization: Bearer $KEY" -d '{"prompt":"Hello"}' localhost:8080/chat
 #
-# SLUICE_SCHEDULERS=2 runs two schedulers. Traces: http://localhost:16686.
-# Needs Docker Compose 2.26 or newer.
+# SLUICE_SCHEDULERS=2 runs two schedulers, SLUICE_AGENTS=2 two agent services.
+# Traces: http://localhost:16686. Needs Docker Compose 2.26 or newer.
 """
 CONFIG_HEADER: Final = "# Rendered from sluice.toml by `sluice compose render`; do not edit.\n\n"
 COMPOSE_FILE: Final = "docker-compose.yml"
@@ -42,7 +42,13 @@ _IMAGES: Final[Mapping[Kind, str]] = {
     Kind.ENVOY: "envoy",
     Kind.SCHEDULER: "service",
     Kind.EXECUTION: "service",
+    Kind.AGENT: "service",
     Kind.STATE: "service",
+}
+# How many of them run is said in the environment of `docker compose`.
+_REPLICAS: Final[Mapping[Kind, str]] = {
+    Kind.SCHEDULER: "SLUICE_SCHEDULERS",
+    Kind.AGENT: "SLUICE_AGENTS",
 }
 # A model may load and compile for long before its first healthy answer.
 _ENGINE_START: Final = "30m"
@@ -129,7 +135,8 @@ def _init() -> Table:
     return {
         **_image("service"),
         **_confined(),
-        "command": ["python", "-m", "sluice.command.first_files", STATE_PATH],
+        "command": ["python", "-m", "sluice.command.first_files", STATE_PATH, CONFIG_PATH],
+        "configs": [{"source": _Profile(Device.CPU).config, "target": CONFIG_PATH}],
         "volumes": [f"state:{STATE_PATH}"],
         "network_mode": "none",
     }
@@ -161,7 +168,8 @@ def _service(process: Process, image: str, topology: Topology) -> Table:
         service["ports"] = [f"127.0.0.1:{port}:{port}"]
     if process.kind is Kind.SCHEDULER:
         service["volumes"] = [f"state:{STATE_PATH}:ro"]
-        service["deploy"] = {"replicas": "${SLUICE_SCHEDULERS:-1}"}
+    if process.kind in _REPLICAS:
+        service["deploy"] = {"replicas": f"${{{_REPLICAS[process.kind]}:-1}}"}
     return service
 
 
@@ -228,9 +236,10 @@ def _command(process: Process) -> list[str]:
         rendered = f"python -m sluice.edge --target compose --config {CONFIG_PATH} --out"
         path = process.command[process.command.index("--config-path") + 1]
         return ["sh", "-c", f"{rendered} {path} && exec {words}"]
-    if process.kind is Kind.SCHEDULER:
+    if process.kind in _REPLICAS:
         # Each replica needs a name of its own.
-        return ["sh", "-c", f"SLUICE_SCHEDULER_NAME=scheduler-$$(hostname) exec {words}"]
+        name = f"SLUICE_{process.kind.value.upper()}_NAME={process.name}-$$(hostname)"
+        return ["sh", "-c", f"{name} exec {words}"]
     return list(process.command)
 
 

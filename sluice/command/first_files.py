@@ -3,7 +3,7 @@
 Everything here is idempotent: what is there stays. Secrets are readable by their owner only.
 `envoy.yaml` and the effective configuration are derived, so they are written at every start.
 
-`python -m sluice.command.first_files FOLDER` does the same for containers.
+`python -m sluice.command.first_files FOLDER SLUICE_TOML` does the same for containers.
 
 Failure modes: a tenants file that does not know the key beside it is a StartError that says what to
 do, since every call would be refused.
@@ -12,14 +12,18 @@ do, since every call would be refused.
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.command.failures import StartError
 from sluice.command.run_files import RunPaths, write_atomically
+from sluice.config import ConfigError
 from sluice.grants import ensure_keys
+from sluice.mesh_config import read
 
 KEY_BYTES = 24
 SECRET_MODE = 0o600
@@ -44,13 +48,14 @@ def admin_key_path(runtime: Path) -> Path:
     return runtime / "admin-key"
 
 
-def prepare(runtime: Path) -> Secrets:
-    """Makes keys, signing keys and tenants file where they are missing. Raises StartError."""
+def prepare(runtime: Path, tools: Sequence[str] | None = None) -> Secrets:
+    """Makes keys, signing keys and tenants file where they are missing. The first tenant may use
+    agents with the tools of these names; None: no agents. Raises StartError."""
     runtime.mkdir(parents=True, exist_ok=True)
     api_key = _ensure_secret(api_key_path(runtime), "sk-dev")
     admin_key = _ensure_secret(admin_key_path(runtime), "sk-admin")
     ensure_keys(runtime / "keys")
-    _ensure_tenants(runtime / "tenants.toml", api_key, admin_key)
+    _ensure_tenants(runtime / "tenants.toml", api_key, admin_key, tools)
     paths = RunPaths(runtime)
     for folder in (paths.run, paths.logs):
         folder.mkdir(exist_ok=True)
@@ -71,9 +76,10 @@ def _ensure_secret(path: Path, prefix: str) -> str:
     return key
 
 
-def _ensure_tenants(path: Path, api_key: str, admin_key: str) -> None:
+def _ensure_tenants(path: Path, api_key: str, admin_key: str, tools: Sequence[str] | None) -> None:
     if not path.exists():
-        write_atomically(path, _tenants_text(_sha256(api_key), _sha256(admin_key)), SECRET_MODE)
+        text = _tenants_text(_sha256(api_key), _sha256(admin_key), tools)
+        write_atomically(path, text, SECRET_MODE)
         return
     text = path.read_text(encoding="utf-8")
     for key, name in ((api_key, "api-key"), (admin_key, "admin-key")):
@@ -84,7 +90,8 @@ def _ensure_tenants(path: Path, api_key: str, admin_key: str) -> None:
             )
 
 
-def _tenants_text(api_digest: str, admin_digest: str) -> str:
+def _tenants_text(api_digest: str, admin_digest: str, tools: Sequence[str] | None) -> str:
+    agents = "false" if tools is None else "true"
     return f"""# Who may call the mesh at first. Keys stand here as SHA-256 of their text, in hex.
 # The state service takes each tenant and each key over once; then `sluice tenants` changes them.
 # Admin keys stay here.
@@ -96,7 +103,8 @@ key_sha256 = ["{api_digest}"]
 ceiling = "critical"            # highest class: critical | interactive | standard | batch
 default_class = "standard"      # class of requests that say none
 models = []                     # models and aliases it may use; empty: all
-agents = false                  # whether it may use the agent path
+agents = {agents:<24}# whether it may use the agent path
+tools = {json.dumps(list(tools or ()))} # tools that its agents may use, by the names of sluice.toml
 sessions = true                 # whether it may keep sessions
 """
 
@@ -106,10 +114,10 @@ def _sha256(key: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Prepares the folder `argv[0]`; returns an exit status."""
+    """Prepares the folder `argv[0]` for the configuration `argv[1]`; returns an exit status."""
     try:
-        prepare(Path(argv[0]))
-    except StartError as error:
+        prepare(Path(argv[0]), read(Path(argv[1]), {}).tool_names)
+    except (StartError, ConfigError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0

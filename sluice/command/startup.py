@@ -82,7 +82,7 @@ def up(file: MeshFile, options: UpOptions, screen: UpScreen) -> int:
         if state.strays:
             _end_strays(paths, screen, len(state.strays))
         _check(topology, file, screen)
-        secrets = first_files.prepare(paths.runtime)
+        secrets = first_files.prepare(paths.runtime, file.tool_names)
         _write_derived(topology, file, paths)
         if topology.simulated:
             screen.warn_simulated()

@@ -40,10 +40,12 @@ VLLM_MEMORY_BYTES = 3 * GIB
 EXIT_S = 5.0
 ENGINE_EXIT_S = 35.0
 DRAIN_DEFAULT_S = 120.0
-# From the ports of one scheduler to those of the next; the other services lie between.
-SCHEDULER_PORT_STEP = 100
+# From the ports of one scheduler or agent service to those of the next; the other services lie
+# between.
+PORT_STEP = 100
 SCHEDULER_DEFAULT, MESH_DEFAULT = "127.0.0.1:50051", "127.0.0.1:50052"
 EXECUTION_DEFAULT = "127.0.0.1:50061"
+AGENT_DEFAULT = "127.0.0.1:50071"
 STATE_DEFAULT = "127.0.0.1:50091"
 STATE_DRAIN_DEFAULT_S = 5.0
 # Where Redis's official image listens.
@@ -59,10 +61,11 @@ class Target(StrEnum):
 
 class Kind(StrEnum):
     """The programs of a mesh, in the order in which they stop: nothing loses what it depends on
-    while it drains.
+    while it drains. An agent service ends its step, for which it needs a scheduler.
     """
 
     ENVOY = "envoy"
+    AGENT = "agent"
     SCHEDULER = "scheduler"
     EXECUTION = "execution"
     INFERENCE = "inference"
@@ -215,6 +218,7 @@ def build(
     scheduler_api = config.bind("scheduler", "bind", SCHEDULER_DEFAULT)
     scheduler_mesh = config.bind("scheduler", "mesh_bind", MESH_DEFAULT)
     execution_api = config.bind("execution", "bind", EXECUTION_DEFAULT)
+    agent_api = config.bind("agent", "bind", AGENT_DEFAULT)
     state_api = config.bind("state", "bind", STATE_DEFAULT)
     common = {"SLUICE_CONFIG": str(place.config_path), "PYTHONUNBUFFERED": "1"}
     if place.target is Target.LOCAL:
@@ -225,7 +229,6 @@ def build(
     engine_drain_s = config.number("inference", "drain_grace_s", DRAIN_DEFAULT_S)
     inference = [_inference(place, one, engine_drain_s, common) for one in instances]
     relay_drain_s = config.number("execution", "drain_grace_s", DRAIN_DEFAULT_S)
-    execution = _execution(place, execution_api, relay_drain_s, common)
     store = _store(config, place, common)
     state_drain_s = config.number("state", "drain_grace_s", STATE_DRAIN_DEFAULT_S)
     state = _state(place, state_api, store, state_drain_s, common)
@@ -233,17 +236,19 @@ def build(
     first = _scheduler(
         place, scheduler_api, scheduler_mesh, execution_api, state_api, instances, drain_s, common
     )
-    # Containers are replicas of one service.
-    count = config.local.schedulers if place.target is Target.LOCAL else 1
-    schedulers = [first, *(_further(first, number) for number in range(1, count))]
+    schedulers = _replicas(place, first, config.local.schedulers)
+    agent_drain_s = config.number("agent", "drain_grace_s", DRAIN_DEFAULT_S)
+    agent = _agent(place, agent_api, state_api, schedulers, agent_drain_s, common)
+    agents = _replicas(place, agent, config.local.agents)
+    execution = _execution(place, execution_api, agents, relay_drain_s, common)
     settings = _edge_settings(config, place, schedulers)
     envoy = _envoy(config, settings, place, schedulers, common)
-    processes = (envoy, *schedulers, execution, *inference, state, *((store,) if store else ()))
+    processes = (envoy, *schedulers, execution, *agents, *inference, state)
     return Topology(
         target=place.target,
         engine=engine or instances[0].engine,
         device=device,
-        processes=processes,
+        processes=processes if store is None else (*processes, store),
         instances=instances,
         config_text=toml_text.dumps(_effective(config, place, instances)),
         endpoint=Address(settings.host, settings.port),
@@ -342,42 +347,94 @@ def _scheduler(
     )
 
 
+def _replicas(place: Place, first: Process, count: int) -> list[Process]:
+    """`count` of `first` on this machine; containers are replicas of one service."""
+    if place.target is not Target.LOCAL:
+        return [first]
+    return [first, *(_further(first, number) for number in range(1, count))]
+
+
 def _further(first: Process, number: int) -> Process:
-    """The scheduler of that number, 1 or more: like the first, with ports and a name of its own."""
+    """The replica of that number, 1 or more: like the first, with ports and a name of its own."""
+    name = f"{first.name}-{number}"
     ports = tuple(
-        Port(port.name, Address(port.address.host, _stepped(port, number))) for port in first.ports
+        Port(port.name, Address(port.address.host, _stepped(first, port, number)))
+        for port in first.ports
     )
-    api, mesh = (port.address for port in ports)
+    section = f"SLUICE_{first.kind.value.upper()}"
+    binds = {"api": f"{section}_BIND", "mesh": f"{section}_MESH_BIND"}
+    own = {binds[port.name]: str(port.address) for port in ports}
     return replace(
         first,
-        name=f"{first.name}-{number}",
-        env={
-            **first.env,
-            "SLUICE_SCHEDULER_NAME": f"scheduler-{number}",
-            "SLUICE_SCHEDULER_BIND": str(api),
-            "SLUICE_SCHEDULER_MESH_BIND": str(mesh),
-        },
+        name=name,
+        env={**first.env, f"{section}_NAME": name, **own},
         ports=ports,
-        probe=Probe(api),
+        probe=Probe(ports[0].address),
     )
 
 
-def _stepped(port: Port, number: int) -> int:
-    moved = port.address.port + number * SCHEDULER_PORT_STEP
+def _stepped(first: Process, port: Port, number: int) -> int:
+    moved = port.address.port + number * PORT_STEP
     if moved > PORT_MAX:
         raise ConfigError(
-            "local.schedulers", f"the {port.name} port of scheduler-{number} would be {moved}"
+            f"local.{first.name}s",
+            f"the {port.name} port of {first.name}-{number} would be {moved}",
         )
     return moved
 
 
-def _execution(place: Place, api: Address, drain_s: float, common: Mapping[str, str]) -> Process:
+def _agent(
+    place: Place,
+    api: Address,
+    state: Address,
+    schedulers: Sequence[Process],
+    drain_s: float,
+    common: Mapping[str, str],
+) -> Process:
     bind = place.bind(api)
+    meshes = (
+        place.reach(one.name, port.address)
+        for one in schedulers
+        for port in one.ports
+        if port.name == "mesh"
+    )
+    return Process(
+        name="agent",
+        kind=Kind.AGENT,
+        command=_service_command(place, "agent_svc"),
+        env={
+            **common,
+            "SLUICE_AGENT_BIND": str(bind),
+            "SLUICE_AGENT_STATE": str(place.reach("state", state)),
+            "SLUICE_AGENT_SCHEDULERS": ",".join(str(one) for one in meshes),
+        },
+        ports=(Port("api", bind),),
+        probe=Probe(bind),
+        depends=("state", *(one.name for one in schedulers)),
+        drain_s=drain_s + EXIT_S,
+        memory_bytes=SERVICE_MEMORY_BYTES,
+    )
+
+
+def _execution(
+    place: Place,
+    api: Address,
+    agents: Sequence[Process],
+    drain_s: float,
+    common: Mapping[str, str],
+) -> Process:
+    """It calls agent services too, but needs none: what it tells them only hastens."""
+    bind = place.bind(api)
+    told = (str(place.reach(one.name, one.probe.address)) for one in agents)
     return Process(
         name="execution",
         kind=Kind.EXECUTION,
         command=_service_command(place, "execution_svc"),
-        env={**common, "SLUICE_EXECUTION_BIND": str(bind)},
+        env={
+            **common,
+            "SLUICE_EXECUTION_BIND": str(bind),
+            "SLUICE_EXECUTION_AGENTS": ",".join(told),
+        },
         ports=(Port("api", bind),),
         probe=Probe(bind),
         depends=(),

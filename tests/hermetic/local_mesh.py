@@ -133,7 +133,7 @@ def local_mesh(folder: Path, *, stand_ins: bool) -> Iterator[LocalMesh]:
         shutil.copytree(STAND_INS, root)
         shutil.copy(ROOT / "sluice.toml", root / "sluice.toml")
     runtime = folder / "runtime"
-    ports = free_ports(10)
+    ports = free_ports(11)
     environ = {
         name: value
         for name, value in os.environ.items()
@@ -148,6 +148,7 @@ def local_mesh(folder: Path, *, stand_ins: bool) -> Iterator[LocalMesh]:
         "SLUICE_SCHEDULER_BIND": f"127.0.0.1:{ports[3]}",
         "SLUICE_SCHEDULER_MESH_BIND": f"127.0.0.1:{ports[4]}",
         "SLUICE_EXECUTION_BIND": f"127.0.0.1:{ports[5]}",
+        "SLUICE_AGENT_BIND": f"127.0.0.1:{ports[10]}",
         "SLUICE_STATE_BIND": f"127.0.0.1:{ports[8]}",
         "SLUICE_LOCAL_STORE_PORT": str(ports[9]),
         "SLUICE_ADDRESS_CHAT_0": f"127.0.0.1:{ports[6]}",

@@ -64,7 +64,13 @@ class Shape:
     tenants: str = ""
     """Appended to the tenants file."""
     state: Mapping[str, object] | None = None
-    """Settings of a state service, "state-0", over a Valkey of its own, "valkey"; None: neither."""
+    """Settings of a state service, "state-0", over a Valkey of its own, "valkey"; None: neither,
+    unless there are agents."""
+    agents: int = 0
+    """Agent services, "agent-0" and so on; the tenant dev may use them, with all `tools`."""
+    agent: Mapping[str, object] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, object]] = ()
+    """[[tool]] tables of the configuration."""
 
 
 @dataclass
@@ -355,15 +361,19 @@ def mesh(folder: Path, shape: Shape | None = None, *, absent: Sequence[str] = ()
 def prepare(folder: Path, shape: Shape) -> Mesh:
     """The files of a mesh and its processes, none of them started."""
     runtime = folder / "runtime"
-    secrets = first_files.prepare(runtime)
+    names = [str(tool["name"]) for tool in shape.tools]
+    secrets = first_files.prepare(runtime, names if shape.agents else None)
     if shape.tenants:
         tenants = runtime / "tenants.toml"
         tenants.write_text(tenants.read_text() + shape.tenants)
     instances = list(shape.instances)
-    ports = iter(free_ports(4 + 2 * shape.schedulers + shape.executions + len(instances)))
+    singles = shape.executions + shape.agents + len(instances)
+    ports = iter(free_ports(4 + 2 * shape.schedulers + singles))
     addresses = {name: f"127.0.0.1:{next(ports)}" for name in instances}
     executions = [f"127.0.0.1:{next(ports)}" for _ in range(shape.executions)]
     schedulers = [f"127.0.0.1:{next(ports)}" for _ in range(shape.schedulers)]
+    meshes = [f"127.0.0.1:{next(ports)}" for _ in range(shape.schedulers)]
+    agents = [f"127.0.0.1:{next(ports)}" for _ in range(shape.agents)]
     settings = replace(
         EnvoySettings(),
         port=next(ports),
@@ -389,7 +399,8 @@ def prepare(folder: Path, shape: Shape) -> Mesh:
             name, command, base | environ, address, folder / f"{name}.log"
         )
 
-    state = _add_state(folder, add, ports, shape.state) if shape.state is not None else ""
+    stored = shape.state if shape.state is not None or not shape.agents else {}
+    state = _add_state(folder, add, ports, stored) if stored is not None else ""
     for name, address in addresses.items():
         add(
             name,
@@ -406,6 +417,18 @@ def prepare(folder: Path, shape: Shape) -> Mesh:
             address,
             SLUICE_EXECUTION_NAME=name,
             SLUICE_EXECUTION_BIND=address,
+            SLUICE_EXECUTION_AGENTS=",".join(agents),
+        )
+    for number, address in enumerate(agents):
+        name = f"agent-{number}"
+        add(
+            name,
+            _service("agent_svc"),
+            address,
+            SLUICE_AGENT_NAME=name,
+            SLUICE_AGENT_BIND=address,
+            SLUICE_AGENT_STATE=state,
+            SLUICE_AGENT_SCHEDULERS=",".join(meshes),
         )
     for number, address in enumerate(schedulers):
         name = f"scheduler-{number}"
@@ -416,7 +439,7 @@ def prepare(folder: Path, shape: Shape) -> Mesh:
             SLUICE_SCHEDULER_NAME=name,
             SLUICE_SCHEDULER_BIND=address,
             SLUICE_SCHEDULER_STATE=state,
-            SLUICE_SCHEDULER_MESH_BIND=f"127.0.0.1:{next(ports)}",
+            SLUICE_SCHEDULER_MESH_BIND=meshes[number],
         )
     command = [str(ENVOY), *edge.arguments(settings, mesh_settings, envoy_file)]
     add("envoy", command, made.target)
@@ -432,7 +455,8 @@ def _add_state(
     """Adds Valkey and the state service; returns its address."""
     port, address = next(ports), f"127.0.0.1:{next(ports)}"
     (folder / "valkey").mkdir()
-    options = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "yes")
+    options = ["--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    options += ["--appendonly", "yes", "--appendfsync", "always"]
     command = [str(get_binary_path()), *options, "--dir", str(folder / "valkey")]
     add("valkey", command, f"127.0.0.1:{port}")
     environ = {f"SLUICE_STATE_{name.upper()}": str(value) for name, value in settings.items()}
@@ -488,5 +512,7 @@ def _document(
             "keys_dir": str(runtime / "keys" / "grant-public"),
             **shape.inference,
         },
+        **({"agent": {"probe_lag_s": 0.5, **shape.agent}} if shape.agents else {}),
         "instance": instances,
+        **({"tool": list(shape.tools)} if shape.tools else {}),
     }

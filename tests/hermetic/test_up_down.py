@@ -30,7 +30,7 @@ from sluice.command.probe import Health, check_grpc
 from tests.hermetic.local_mesh import LocalMesh, kill, local_mesh, plain, until
 
 UP = ("up", "--engine", "simulated", "--no-question", "--ready-timeout", "90")
-NAMES = ("envoy", "scheduler", "execution", "chat-0", "embed-0", "state", "store")
+NAMES = ("envoy", "scheduler", "execution", "agent", "chat-0", "embed-0", "state", "store")
 
 
 @pytest.fixture

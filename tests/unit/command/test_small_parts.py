@@ -145,6 +145,28 @@ def test_the_tenants_file_knows_both_keys_as_hashes_only(tmp_path: Path) -> None
     assert secrets.api_key not in text
 
 
+def test_the_first_tenant_may_use_agents_with_the_tools_of_the_configuration(
+    tmp_path: Path,
+) -> None:
+    def tenant(folder: Path) -> dict[str, object]:
+        document = tomllib.loads((folder / "tenants.toml").read_text())
+        found: dict[str, object] = document["tenant"][0]
+        return found
+
+    first_files.prepare(tmp_path / "plain")
+    assert (tenant(tmp_path / "plain")["agents"], tenant(tmp_path / "plain")["tools"]) == (
+        False,
+        [],
+    )
+    config = tmp_path / "sluice.toml"
+    config.write_text('[[tool]]\nname = "clock"\n[[tool]]\nname = "desk"\n')
+    assert first_files.main([str(tmp_path / "made"), str(config)]) == 0
+    made = tenant(tmp_path / "made")
+    assert (made["agents"], made["tools"]) == (True, ["clock", "desk"])
+    config.write_text("tool = 3\n")
+    assert first_files.main([str(tmp_path / "wrong"), str(config)]) == 1
+
+
 def test_a_secret_that_others_can_read_is_closed(tmp_path: Path) -> None:
     first_files.prepare(tmp_path)
     (tmp_path / "api-key").chmod(0o644)

@@ -50,6 +50,9 @@ def test_every_address_that_is_dialled_is_one_that_somebody_serves() -> None:
     ]
     dialled += topology.envoy.schedulers
     dialled.append(scheduler["SLUICE_SCHEDULER_STATE"])
+    agent = topology.process("agent").env
+    dialled += [agent["SLUICE_AGENT_STATE"], *agent["SLUICE_AGENT_SCHEDULERS"].split(",")]
+    dialled += topology.process("execution").env["SLUICE_EXECUTION_AGENTS"].split(",")
     url = topology.process("state").env["SLUICE_STATE_DURABLE_URL"]
     dialled.append(url.removeprefix("redis://").removesuffix("/0"))
     assert set(dialled) <= served
@@ -63,6 +66,10 @@ def test_containers_find_each_other_by_name() -> None:
     assert topology.envoy.schedulers == ("scheduler:50051",)
     assert scheduler["SLUICE_SCHEDULER_STATE"] == "state:50091"
     assert topology.process("state").env["SLUICE_STATE_DURABLE_URL"] == "redis://store:6379/0"
+    agent = topology.process("agent").env
+    assert agent["SLUICE_AGENT_SCHEDULERS"] == "scheduler:50052"
+    assert agent["SLUICE_AGENT_STATE"] == "state:50091"
+    assert topology.process("execution").env["SLUICE_EXECUTION_AGENTS"] == "agent:50071"
     assert topology.target is Target.COMPOSE
 
 
@@ -97,6 +104,24 @@ def test_several_schedulers_differ_in_name_and_ports_only_and_the_edge_knows_all
     shared = [{key: one.env[key] for key in one.env.keys() - own} for one in found]
     assert shared[0] == shared[1] == shared[2]
     assert topology.fingerprint != local().fingerprint
+
+
+def test_several_agents_differ_in_name_and_port_only_and_are_told_of_runs() -> None:
+    topology = local(SLUICE_LOCAL_AGENTS="3", SLUICE_LOCAL_SCHEDULERS="2")
+    found = [one for one in topology.processes if one.kind is Kind.AGENT]
+    assert [one.name for one in found] == ["agent", "agent-1", "agent-2"]
+    ports = [port.address.port for one in topology.processes for port in one.ports]
+    assert len(set(ports)) == len(ports)
+    own = {"SLUICE_AGENT_NAME", "SLUICE_AGENT_BIND"}
+    shared = [{key: one.env[key] for key in one.env.keys() - own} for one in found]
+    assert shared[0] == shared[1] == shared[2]
+    assert shared[0]["SLUICE_AGENT_SCHEDULERS"] == "127.0.0.1:50052,127.0.0.1:50152"
+    told = topology.process("execution").env["SLUICE_EXECUTION_AGENTS"].split(",")
+    assert told == [str(one.probe.address) for one in found]
+
+
+def test_an_agent_ends_its_step_before_the_schedulers_go() -> None:
+    assert Kind.AGENT.stop_order < Kind.SCHEDULER.stop_order
 
 
 def test_schedulers_whose_ports_do_not_exist_are_refused() -> None:
