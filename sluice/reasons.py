@@ -153,6 +153,23 @@ REQUESTS: Final[Mapping[str, Reason]] = {
         "An instance's clock is ahead, so that it starts no counted work.",
         delay=True,
     ),
+    # Values, blobs, documents and tools.
+    "VALUE_UNKNOWN": _reason(_NONE, "request", "No such value."),
+    "BLOB_UNKNOWN": _reason(_NONE, "request", "No such large result, or its time has passed."),
+    "DOCUMENT_UNKNOWN": _reason(_NONE, "request", "No such document."),
+    "STORAGE_FULL": _reason(
+        _NOT_NOW, "tenant", "The tenant has stored as much as it may; `limit` names the bound."
+    ),
+    "CHUNKS_MISSING": _reason(
+        _NOT_NOW, "request", "A document was to be complete, but chunks of it are missing."
+    ),
+    "INDEX_LOADING": _reason(
+        _DOWN, "tenant", "The collection is being read for searches.", delay=True
+    ),
+    "INDEX_TOO_LARGE": _reason(
+        _NOT_NOW, "tenant", "The collection is larger than the memory for searches."
+    ),
+    "SEARCH_BUSY": _reason(_BUSY, "mesh", "Too many searches are running.", delay=True),
     "NO_STATE_SERVICE": _reason(_NOT_NOW, "mesh", "This mesh keeps no usage."),
 }
 
@@ -200,7 +217,7 @@ RUNS: Final[Mapping[str, Reason]] = {
         "The run ended before the tool call did; it may have had its effect.",
     ),
     "CALL_SKIPPED": _reason(Code.CANCELLED, "call", "A person went on without the tool call."),
-    "TOOL_UNKNOWN": _reason(_NONE, "call", "No such tool for this run."),
+    "TOOL_UNKNOWN": _reason(_NONE, "call", "No such tool, registered or for this run."),
     "GENERATION_REPLACED": _reason(
         Code.ABORTED, "run", "The document was replaced or deleted while it was ingested."
     ),

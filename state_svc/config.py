@@ -17,7 +17,7 @@ class StateConfig:
     durable_url: str = setting(
         "redis://127.0.0.1:16379/0",
         secret=True,
-        help="Redis or Valkey for tenants, keys, aliases and usage; appendfsync always.",
+        help="Redis or Valkey for all that must not be lost; appendfsync always.",
     )
     volatile_url: str = setting(
         "",
@@ -35,6 +35,49 @@ class StateConfig:
     )
     decisions_max: int = setting(
         10000, unit="records", ge=1, le=1000000, help="Decision records kept per tenant."
+    )
+    values_max: int = setting(
+        10000, unit="values", ge=1, le=1000000, help="Values that a tenant may have."
+    )
+    values_bytes_max: int = setting(
+        64 << 20, unit="bytes", ge=1024, le=1 << 40, help="Bytes of a tenant's values together."
+    )
+    blobs_max: int = setting(
+        10000, unit="blobs", ge=1, le=1000000, help="Large results that a tenant may have."
+    )
+    blobs_bytes_max: int = setting(
+        256 << 20, unit="bytes", ge=1024, le=1 << 40, help="Bytes of a tenant's results together."
+    )
+    collections_max: int = setting(
+        100, unit="collections", ge=1, le=10000, help="Collections that a tenant may have."
+    )
+    documents_max: int = setting(
+        10000, unit="documents", ge=1, le=100000, help="Documents that a collection may have."
+    )
+    chunks_max: int = setting(
+        200000,
+        unit="chunks",
+        ge=1,
+        le=10000000,
+        help="Chunks that a collection may have, those of replacements in the making included.",
+    )
+    documents_bytes_max: int = setting(
+        1 << 30,
+        unit="bytes",
+        ge=1024,
+        le=1 << 40,
+        help="Bytes of a tenant's documents, chunks, vectors and words together.",
+    )
+    index_bytes_max: int = setting(
+        1 << 30,
+        unit="bytes",
+        ge=1 << 20,
+        le=1 << 40,
+        help="Memory of this process for searches; about 2.2 KB a chunk of 384 dimensions. The"
+        " collections that were searched longest ago make room.",
+    )
+    searches_max: int = setting(
+        64, unit="searches", ge=1, le=10000, help="Searches in progress; more are refused."
     )
     deadline_s: float = setting(
         5.0, unit="s", ge=0.1, le=60.0, help="Deadline of a call that sets none, and the longest."

@@ -19,36 +19,53 @@ from sluice.state.v1 import (
     aliases_pb2_grpc,
     decisions_pb2,
     decisions_pb2_grpc,
+    documents_pb2,
+    documents_pb2_grpc,
     fleet_pb2,
     fleet_pb2_grpc,
     quota_pb2,
     quota_pb2_grpc,
     tenants_pb2,
     tenants_pb2_grpc,
+    tools_pb2,
+    tools_pb2_grpc,
     usage_pb2,
     usage_pb2_grpc,
+    values_pb2,
+    values_pb2_grpc,
 )
 from sluice.telemetry import Telemetry
 from state_svc.adapters.alias_servicer import AliasServicer
+from state_svc.adapters.documents_servicer import DocumentServicer
 from state_svc.adapters.fleet_servicer import FleetServicer
 from state_svc.adapters.ledger_servicers import DecisionServicer, UsageServicer
+from state_svc.adapters.matrix_index import IndexLimits, MatrixIndex
 from state_svc.adapters.quota_servicer import QuotaServicer
 from state_svc.adapters.registry_watch import RegistryWatch
 from state_svc.adapters.schema import ensure_schema
 from state_svc.adapters.tenant_servicer import TenantServicer
+from state_svc.adapters.tools_servicer import ToolServicer
+from state_svc.adapters.valkey_documents import ValkeyDocuments
 from state_svc.adapters.valkey_ledger import ValkeyDecisions, ValkeyUsage
 from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.adapters.valkey_quota import ValkeyQuotaStore
 from state_svc.adapters.valkey_registry import ValkeyRegistry
+from state_svc.adapters.valkey_values import ValkeyBlobs, ValkeyValues
+from state_svc.adapters.values_servicers import BlobServicer, KeyValueServicer
 from state_svc.config import StateConfig
+from state_svc.ports import ValueLimits
+from state_svc.ports_documents import DocumentLimits
 
 _FILES: Final[tuple[FileDescriptor, ...]] = (
     aliases_pb2.DESCRIPTOR,
     decisions_pb2.DESCRIPTOR,
+    documents_pb2.DESCRIPTOR,
     fleet_pb2.DESCRIPTOR,
     quota_pb2.DESCRIPTOR,
     tenants_pb2.DESCRIPTOR,
+    tools_pb2.DESCRIPTOR,
     usage_pb2.DESCRIPTOR,
+    values_pb2.DESCRIPTOR,
 )
 SERVICES: Final = tuple(
     service.full_name for file in _FILES for service in file.services_by_name.values()
@@ -82,6 +99,16 @@ class Parts:
         self.decisions = DecisionServicer(
             ValkeyDecisions(volatile, config.decisions_kept_s, config.decisions_max)
         )
+        values = ValueLimits(config.values_max, config.values_bytes_max)
+        self.values = KeyValueServicer(ValkeyValues(durable, values))
+        blobs = ValueLimits(config.blobs_max, config.blobs_bytes_max)
+        self.blobs = BlobServicer(ValkeyBlobs(durable, blobs))
+        self.tools = ToolServicer(registry)
+        documents = ValkeyDocuments(durable, _document_limits(config))
+        self.index = MatrixIndex(
+            documents, IndexLimits(config.index_bytes_max, config.searches_max)
+        )
+        self.documents = DocumentServicer(documents, self.index, config.deadline_s)
         self._components = {name: health.component(name) for name in self._links}
         for component in self._components.values():
             component.down("not reached yet")
@@ -94,6 +121,10 @@ class Parts:
         usage_pb2_grpc.add_UsageServiceServicer_to_server(self.usage, server.grpc)
         quota_pb2_grpc.add_QuotaServiceServicer_to_server(self.quota, server.grpc)
         decisions_pb2_grpc.add_DecisionServiceServicer_to_server(self.decisions, server.grpc)
+        values_pb2_grpc.add_KeyValueServiceServicer_to_server(self.values, server.grpc)
+        values_pb2_grpc.add_BlobServiceServicer_to_server(self.blobs, server.grpc)
+        tools_pb2_grpc.add_ToolServiceServicer_to_server(self.tools, server.grpc)
+        documents_pb2_grpc.add_DocumentServiceServicer_to_server(self.documents, server.grpc)
         for name in SERVICES:
             server.add_service(name)
 
@@ -110,9 +141,19 @@ class Parts:
         self.watch.close()
 
     async def close(self) -> None:
-        """Closes the connections to the stores."""
+        """Ends what is being read and closes the connections to the stores."""
+        await self.index.close()
         for link in self._links.values():
             await link.close()
+
+
+def _document_limits(config: StateConfig) -> DocumentLimits:
+    return DocumentLimits(
+        collections_max=config.collections_max,
+        bytes_max=config.documents_bytes_max,
+        documents_max=config.documents_max,
+        chunks_max=config.chunks_max,
+    )
 
 
 def deadlines(config: StateConfig) -> Mapping[str, MethodDeadline]:

@@ -33,14 +33,16 @@ class QuotaStore(Protocol):
 
 
 class Kind(StrEnum):
-    """What the registry holds. A key's name is ``tenant/key_id``; it goes with its tenant. A seed
-    is the mark of a tenant or key that a file once brought: what was deleted since stays so."""
+    """What the registry holds. A key's name is ``tenant/key_id``, a tool's ``tenant/name``; they go
+    with their tenant. A seed is the mark of a tenant or key that a file once brought: what was
+    deleted since stays so."""
 
     TENANTS = "tenants"
     KEYS = "keys"
     ALIASES = "aliases"
     DRAINS = "drains"
     SEEDS = "seeds"
+    TOOLS = "tools"
 
 
 RECORDS_MAX: Final = {
@@ -49,8 +51,15 @@ RECORDS_MAX: Final = {
     Kind.ALIASES: 1_000,
     Kind.DRAINS: 4_096,
     Kind.SEEDS: 40_000,
+    Kind.TOOLS: 4_096,
 }
 """A list of all, and a watch of aliases or drains, is one message of at most 6 MiB."""
+
+CHILDREN_MAX: Final = {Kind.TOOLS: 256}
+"""Records of a kind that one tenant may have."""
+
+CHILDREN_BYTES_MAX: Final = {Kind.TOOLS: 4 << 20}
+"""Their bytes together: a list of them is one message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +86,25 @@ class RegistryFullError(Exception):
     """A kind has as many records as it may have. Nothing was done."""
 
 
+class LimitReachedError(Exception):
+    """A bound of a tenant is reached; ``limit`` is its name. Nothing was done."""
+
+    def __init__(self, limit: str) -> None:
+        super().__init__(limit)
+        self.limit = limit
+
+
 class NameTakenError(Exception):
     """A unique value is in use by another record. Nothing was done."""
 
 
 class ParentMissingError(Exception):
-    """The tenant of a key does not exist. Nothing was done."""
+    """The tenant of a key or tool does not exist. Nothing was done."""
 
 
 class RegistryStore(Protocol):
-    """Tenants, keys and aliases: few, small, read by everybody. Durable store; no time to live,
-    since they are what somebody configured."""
+    """Tenants, keys, aliases and tools: few, small, read by everybody. Durable store; no time to
+    live, since they are what somebody configured."""
 
     async def put(
         self,
@@ -100,11 +117,11 @@ class RegistryStore(Protocol):
     ) -> int:
         """Writes a record; returns its version. ``expected`` 0: it must not exist. ``unique``:
         values that no other record of the kind may have; only given for records that are written
-        once. Raises VersionConflictError, NameTakenError, ParentMissingError (for a key) and, at
-        the bound of the kind, RegistryFullError."""
+        once. Raises VersionConflictError, NameTakenError, ParentMissingError (for a key or tool)
+        and, at the bound of the kind or of its tenant, RegistryFullError."""
 
     async def delete(self, kind: Kind, name: str, *, expected: int | None = None) -> bool:
-        """Deletes a record, with a tenant its keys; says whether it existed. Raises
+        """Deletes a record, with a tenant its keys and tools; says whether it existed. Raises
         VersionConflictError."""
 
     async def find(self, kind: Kind, unique: str) -> str | None:
@@ -112,6 +129,9 @@ class RegistryStore(Protocol):
 
     async def read(self, kind: Kind) -> Snapshot:
         """All records."""
+
+    async def children(self, kind: Kind, parent: str) -> Mapping[str, Record]:
+        """The records of a tenant, by their own names."""
 
     async def revisions(self, kinds: Sequence[Kind]) -> list[int]:
         """The revisions of these kinds; 0: nothing was ever written."""
@@ -148,3 +168,50 @@ class DecisionStore(Protocol):
 
     async def get(self, tenant: str, request_id: str) -> bytes | None:
         """The record; ``None`` when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLimits:
+    """Bounds of one tenant's values, or of its blobs: how many, and bytes of names and contents."""
+
+    items_max: int = 10_000
+    bytes_max: int = 64 << 20
+
+
+class KeyValueStore(Protocol):
+    """Values by name. Durable store; each ends with its time to live."""
+
+    async def get(self, tenant: str, key: str) -> Record | None:
+        """A value and its version."""
+
+    async def put(
+        self, tenant: str, key: str, value: bytes, ttl_ms: int, expected: int | None = None
+    ) -> int:
+        """Writes a value; returns its version, which was never given before. ``expected`` 0: it
+        must not exist. Raises VersionConflictError and LimitReachedError."""
+
+    async def delete(self, tenant: str, key: str, expected: int | None = None) -> bool:
+        """Deletes a value; whether it was there. Raises VersionConflictError."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlobPart:
+    """A part of a blob, and the size of the whole."""
+
+    content: bytes
+    size_bytes: int
+
+
+class BlobStore(Protocol):
+    """Large results by owner and name. Durable store; each ends with its time to live."""
+
+    async def put(self, tenant: str, owner: str, name: str, content: bytes, ttl_ms: int) -> None:
+        """Stores a blob, or replaces it. Raises LimitReachedError."""
+
+    async def get(
+        self, tenant: str, owner: str, name: str, offset: int, size_max: int
+    ) -> BlobPart | None:
+        """At most ``size_max`` (1 or more) bytes of a blob from ``offset`` on."""
+
+    async def delete_all(self, tenant: str, owner: str) -> int:
+        """Deletes the blobs of an owner; how many there were."""

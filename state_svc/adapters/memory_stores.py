@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from state_svc.adapters.valkey_ledger import BATCH_KEPT_S, DECISION_KEPT_S, DECISIONS_MAX
 from state_svc.ports import (
+    CHILDREN_BYTES_MAX,
+    CHILDREN_MAX,
     RECORDS_MAX,
     Kind,
     NameTakenError,
@@ -40,10 +42,11 @@ class MemoryRegistry:
         """See :class:`state_svc.ports.RegistryStore`."""
         self._check(kind, name, expected)
         parent = name.partition("/")[0]
-        if kind is Kind.KEYS and parent not in self._records[Kind.TENANTS]:
+        if kind in (Kind.KEYS, Kind.TOOLS) and parent not in self._records[Kind.TENANTS]:
             raise ParentMissingError
         if name not in self._records[kind] and len(self._records[kind]) >= RECORDS_MAX[kind]:
             raise RegistryFullError
+        self._check_children(kind, name, value)
         if any(self._unique[kind].get(one, name) != name for one in unique):
             raise NameTakenError
         self._unique[kind].update(dict.fromkeys(unique, name))
@@ -58,9 +61,9 @@ class MemoryRegistry:
             return False
         self._forget(kind, [name])
         if kind is Kind.TENANTS:
-            self._forget(
-                Kind.KEYS, [key for key in self._records[Kind.KEYS] if key.startswith(name + "/")]
-            )
+            for children in (Kind.KEYS, Kind.TOOLS):
+                records = self._records[children]
+                self._forget(children, [one for one in records if one.startswith(name + "/")])
         return True
 
     async def find(self, kind: Kind, unique: str) -> str | None:
@@ -71,6 +74,15 @@ class MemoryRegistry:
         """See :class:`state_svc.ports.RegistryStore`."""
         return Snapshot(self._revisions[kind], dict(self._records[kind]))
 
+    async def children(self, kind: Kind, parent: str) -> Mapping[str, Record]:
+        """See :class:`state_svc.ports.RegistryStore`."""
+        prefix = parent + "/"
+        return {
+            name.removeprefix(prefix): record
+            for name, record in self._records[kind].items()
+            if name.startswith(prefix)
+        }
+
     async def revisions(self, kinds: Sequence[Kind]) -> list[int]:
         """See :class:`state_svc.ports.RegistryStore`."""
         return [self._revisions[kind] for kind in kinds]
@@ -79,6 +91,19 @@ class MemoryRegistry:
         known = self._records[kind].get(name)
         if expected is not None and expected != (0 if known is None else known.version):
             raise VersionConflictError
+
+    def _check_children(self, kind: Kind, name: str, value: bytes) -> None:
+        if kind not in CHILDREN_MAX:
+            return
+        prefix = name.partition("/")[0] + "/"
+        others = [
+            # As the real store counts it: with its version.
+            len(record.value) + len(str(record.version)) + 1
+            for other, record in self._records[kind].items()
+            if other.startswith(prefix) and other != name
+        ]
+        if len(others) >= CHILDREN_MAX[kind] or sum(others) + len(value) > CHILDREN_BYTES_MAX[kind]:
+            raise RegistryFullError
 
     def _forget(self, kind: Kind, names: Sequence[str]) -> None:
         for name in names:

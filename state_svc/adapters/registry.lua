@@ -1,7 +1,26 @@
--- Writes or deletes one record of the registry. All keys have the hash tag {registry}.
--- KEYS: records, unique values, revision; then the same three of the tenants (to write a key) or of
--- the keys (to delete a tenant). A record is "<version> <value>".
+-- Writes or deletes one record of the registry, or reads those of one tenant. All keys have the hash
+-- tag {registry}. KEYS: records, unique values, revision; then the same three of the tenants (to write
+-- a key or tool), or of keys and of tools (to delete a tenant). A record is "<version> <value>".
 local op, name, expected = ARGV[1], ARGV[2], tonumber(ARGV[3])
+
+-- The records whose names begin with a tenant's; one pass over the names.
+local function children(records, parent)
+  local prefix, found = parent .. '/', {}
+  for _, child in ipairs(redis.call('HKEYS', records)) do
+    if string.sub(child, 1, #prefix) == prefix then found[#found + 1] = child end
+  end
+  return found
+end
+
+if op == 'children' then
+  local found = {}
+  for _, child in ipairs(children(KEYS[1], name)) do
+    found[#found + 1] = child
+    found[#found + 1] = redis.call('HGET', KEYS[1], child)
+  end
+  return found
+end
+
 local known = redis.call('HGET', KEYS[1], name)
 local version = known and tonumber(string.match(known, '^(%d+) ')) or 0
 if expected >= 0 and version ~= expected then return {'VERSION'} end
@@ -18,27 +37,37 @@ end
 if op == 'delete' then
   if not known then return {'ABSENT'} end
   forget(KEYS[1], KEYS[2], {[name] = true})
-  if KEYS[4] then
-    local prefix, children = name .. '/', {}
-    for _, child in ipairs(redis.call('HKEYS', KEYS[4])) do
-      if string.sub(child, 1, #prefix) == prefix then children[child] = true end
-    end
-    if next(children) then
-      forget(KEYS[4], KEYS[5], children)
-      redis.call('INCR', KEYS[6])
+  for i = 4, #KEYS, 3 do
+    local gone = {}
+    for _, child in ipairs(children(KEYS[i], name)) do gone[child] = true end
+    if next(gone) then
+      forget(KEYS[i], KEYS[i + 1], gone)
+      redis.call('INCR', KEYS[i + 2])
     end
   end
   redis.call('INCR', KEYS[3])
   return {'OK', 0}
 end
 
-if KEYS[4] and redis.call('HEXISTS', KEYS[4], string.match(name, '^[^/]+')) == 0 then return {'PARENT'} end
+-- put: 4 most records, 5 most of one tenant or 0, 6 their bytes, 7 value, then unique values
+local parent = string.match(name, '^[^/]+')
+if KEYS[4] and redis.call('HEXISTS', KEYS[4], parent) == 0 then return {'PARENT'} end
 if not known and redis.call('HLEN', KEYS[1]) >= tonumber(ARGV[4]) then return {'FULL'} end
-for i = 6, #ARGV do
+if tonumber(ARGV[5]) > 0 then
+  local others, bytes = 0, #ARGV[7]
+  for _, child in ipairs(children(KEYS[1], parent)) do
+    if child ~= name then
+      others = others + 1
+      bytes = bytes + redis.call('HSTRLEN', KEYS[1], child)
+    end
+  end
+  if others >= tonumber(ARGV[5]) or bytes > tonumber(ARGV[6]) then return {'FULL'} end
+end
+for i = 8, #ARGV do
   local owner = redis.call('HGET', KEYS[2], ARGV[i])
   if owner and owner ~= name then return {'TAKEN'} end
 end
-for i = 6, #ARGV do redis.call('HSET', KEYS[2], ARGV[i], name) end
+for i = 8, #ARGV do redis.call('HSET', KEYS[2], ARGV[i], name) end
 local revision = redis.call('INCR', KEYS[3])
-redis.call('HSET', KEYS[1], name, revision .. ' ' .. ARGV[5])
+redis.call('HSET', KEYS[1], name, revision .. ' ' .. ARGV[7])
 return {'OK', revision}

@@ -8,6 +8,7 @@ from typing import Final
 
 from sluice.errors import Code, SluiceError, failed_precondition, not_found, unavailable
 from state_svc.ports import (
+    LimitReachedError,
     NameTakenError,
     ParentMissingError,
     RegistryFullError,
@@ -37,6 +38,12 @@ def store_errors() -> Iterator[None]:
     except RegistryFullError as error:
         raise failed_precondition(
             "REGISTRY_FULL", "There are as many as there may be; delete some first."
+        ) from error
+    except LimitReachedError as error:
+        raise failed_precondition(
+            "STORAGE_FULL",
+            "The tenant has stored as much as it may; delete some first.",
+            metadata={"limit": error.limit},
         ) from error
     except NameTakenError as error:
         raise SluiceError(Code.ALREADY_EXISTS, "ALREADY_EXISTS", "It is in use already.") from error

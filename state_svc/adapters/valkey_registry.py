@@ -1,4 +1,4 @@
-"""Tenants, keys and aliases in Redis or Valkey.
+"""Tenants, keys, aliases and tools in Redis or Valkey.
 
 Keys ``sluice:{registry}:<kind>``, ``...:unique`` and ``...:revision``, owned here, without time to
 live. Each write is one script: a crash leaves it done or not done.
@@ -6,7 +6,7 @@ live. Each write is one script: a crash leaves it done or not done.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from redis.asyncio import Redis
@@ -14,6 +14,8 @@ from redis.asyncio import Redis
 from sluice import logs
 from state_svc.adapters.valkey_link import Argument, Script, ValkeyLink, text
 from state_svc.ports import (
+    CHILDREN_BYTES_MAX,
+    CHILDREN_MAX,
     RECORDS_MAX,
     Kind,
     NameTakenError,
@@ -29,8 +31,12 @@ log = logs.get(__name__)
 
 _SCRIPT: Final = Script("registry.lua")
 _UNCHECKED: Final = -1
-# Beside a kind's own keys: what a key needs to exist, what goes with a tenant.
-_RELATED: Final = {("put", Kind.KEYS): Kind.TENANTS, ("delete", Kind.TENANTS): Kind.KEYS}
+# Beside a kind's own keys: what a key or tool needs to exist, what goes with a tenant.
+_RELATED: Final = {
+    ("put", Kind.KEYS): (Kind.TENANTS,),
+    ("put", Kind.TOOLS): (Kind.TENANTS,),
+    ("delete", Kind.TENANTS): (Kind.KEYS, Kind.TOOLS),
+}
 
 
 class ValkeyRegistry:
@@ -51,7 +57,8 @@ class ValkeyRegistry:
         """See :class:`state_svc.ports.RegistryStore`."""
         checked = _UNCHECKED if expected is None else expected
         keys = _keys("put", kind)
-        arguments: list[Argument] = ["put", name, checked, RECORDS_MAX[kind], value, *unique]
+        arguments: list[Argument] = ["put", name, checked, RECORDS_MAX[kind]]
+        arguments += [CHILDREN_MAX.get(kind, 0), CHILDREN_BYTES_MAX.get(kind, 0), value, *unique]
         reply = await self._link.script(_SCRIPT, keys, arguments)
         return _version(reply)
 
@@ -84,14 +91,13 @@ class ValkeyRegistry:
 
         revision, fields = await self._link.run(read)
         assert isinstance(fields, dict)
-        records = {}
-        for name, stored in fields.items():
-            version, _, value = stored.partition(b" ")
-            if version.isdigit():
-                records[text(name)] = Record(int(version), value)
-            else:  # not ours: what is of us stays readable
-                log.error("a stored record cannot be read", kind=str(kind))
-        return Snapshot(_number(revision), records)
+        return Snapshot(_number(revision), _records(kind, fields))
+
+    async def children(self, kind: Kind, parent: str) -> Mapping[str, Record]:
+        """See :class:`state_svc.ports.RegistryStore`."""
+        reply = await self._link.script(_SCRIPT, _keys("children", kind), ["children", parent])
+        records = _records(kind, dict(zip(reply[::2], reply[1::2], strict=True)))
+        return {name.partition("/")[2]: record for name, record in records.items()}
 
     async def revisions(self, kinds: Sequence[Kind]) -> list[int]:
         """See :class:`state_svc.ports.RegistryStore`."""
@@ -104,10 +110,19 @@ def _key(kind: Kind) -> str:
 
 
 def _keys(op: str, kind: Kind) -> list[str]:
-    kinds = [kind]
-    if (related := _RELATED.get((op, kind))) is not None:
-        kinds.append(related)
+    kinds = [kind, *_RELATED.get((op, kind), ())]
     return [key for k in kinds for key in (_key(k), f"{_key(k)}:unique", f"{_key(k)}:revision")]
+
+
+def _records(kind: Kind, fields: Mapping[bytes, bytes]) -> dict[str, Record]:
+    records = {}
+    for name, stored in fields.items():
+        version, _, value = stored.partition(b" ")
+        if version.isdigit():
+            records[text(name)] = Record(int(version), value)
+        else:  # not ours: what is of us stays readable
+            log.error("a stored record cannot be read", kind=str(kind))
+    return records
 
 
 def _number(value: object) -> int:

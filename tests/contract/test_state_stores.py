@@ -22,6 +22,8 @@ from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.adapters.valkey_quota import ValkeyQuotaStore
 from state_svc.adapters.valkey_registry import ValkeyRegistry
 from state_svc.ports import (
+    CHILDREN_BYTES_MAX,
+    CHILDREN_MAX,
     RECORDS_MAX,
     DecisionStore,
     Kind,
@@ -233,3 +235,32 @@ async def test_tenants_are_counted_apart(stores: Stores) -> None:
     for answer in answers:
         assert isinstance(answer, Answer)
         assert answer.verdicts[0].decision is Decision.GRANTED
+
+
+async def test_tools_are_read_by_tenant_bounded_and_go_with_it(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = stores.registry
+    with pytest.raises(ParentMissingError):
+        await registry.put(Kind.TOOLS, "a/x", b"1")
+    for tenant in ("a", "ab"):
+        await registry.put(Kind.TENANTS, tenant, b"")
+    version = await registry.put(Kind.TOOLS, "a/x", b"one two")
+    await registry.put(Kind.TOOLS, "ab/y", b"2")
+    children = await registry.children(Kind.TOOLS, "a")
+    assert {name: (one.version, one.value) for name, one in children.items()} == {
+        "x": (version, b"one two")
+    }
+    monkeypatch.setitem(CHILDREN_MAX, Kind.TOOLS, 2)
+    monkeypatch.setitem(CHILDREN_BYTES_MAX, Kind.TOOLS, 100)
+    await registry.put(Kind.TOOLS, "a/y", b"2")
+    with pytest.raises(RegistryFullError):
+        await registry.put(Kind.TOOLS, "a/z", b"")
+    with pytest.raises(RegistryFullError):
+        await registry.put(Kind.TOOLS, "a/x", bytes(100))
+    await registry.put(Kind.TOOLS, "a/x", bytes(90))
+    before = (await registry.revisions([Kind.TOOLS]))[0]
+    assert await registry.delete(Kind.TENANTS, "a")
+    assert (await registry.revisions([Kind.TOOLS]))[0] > before
+    assert await registry.children(Kind.TOOLS, "a") == {}
+    assert list(await registry.children(Kind.TOOLS, "ab")) == ["y"]

@@ -1,0 +1,354 @@
+"""``DocumentService``: documents, their chunks and the search in them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+from google.protobuf.timestamp_pb2 import Timestamp
+from numpy.typing import NDArray
+
+from sluice import deadline
+from sluice.errors import (
+    Code,
+    SluiceError,
+    exhausted,
+    failed_precondition,
+    invalid,
+    not_found,
+    unavailable,
+)
+from sluice.state.v1 import documents_pb2, documents_pb2_grpc
+from state_svc.adapters.matrix_index import BUSY_RETRY_S
+from state_svc.adapters.store_errors import store_errors
+from state_svc.domain.documents import (
+    VECTOR_BYTES,
+    ChunkText,
+    DocumentState,
+    Draft,
+    Match,
+    NewChunk,
+    Query,
+    records_of,
+    unit_vectors,
+)
+from state_svc.domain.names import (
+    check_collection,
+    check_document,
+    check_request_id,
+    check_tenant,
+)
+from state_svc.ports_documents import (
+    ChunksMissingError,
+    DocumentStore,
+    GenerationReplacedError,
+    IndexLoadingError,
+    IndexTooLargeError,
+    RequestIdReusedError,
+    SearchBusyError,
+    SearchIndex,
+    VectorLengthError,
+)
+
+CONTENT_BYTES_MAX: Final = 3 << 20
+MEDIA_TYPE_CHARS_MAX: Final = 128
+LABELS_MAX: Final = 32
+LABEL_BYTES_MAX: Final = 256
+PAGE_MAX: Final = 100
+CHUNKS_MAX: Final = 256  # of one call
+CHUNKS_BYTES_MAX: Final = 3 << 20  # of one call, with vectors
+CHUNK_TEXT_BYTES_MAX: Final = 16 << 10
+DOCUMENT_CHUNKS_MAX: Final = 8_192
+DIMS_MAX: Final = 4_096
+TOP_K_MAX: Final = 100
+QUERY_BYTES_MAX: Final = 16 << 10
+ATTEMPTS_MAX: Final = 3  # searches whose hits were replaced before they were read
+ANSWER_S: Final = 0.1  # of the deadline, kept for the answer after the index is there
+
+
+class DocumentServicer(documents_pb2_grpc.DocumentServiceServicer):
+    """See the proto. ``wait_s_max``: longest wait for an index, for a caller without deadline."""
+
+    def __init__(self, store: DocumentStore, index: SearchIndex, wait_s_max: float) -> None:
+        self._store, self._index = store, index
+        self._wait_s_max = wait_s_max
+
+    async def PutDocument(
+        self, request: documents_pb2.PutDocumentRequest, context: Any
+    ) -> documents_pb2.PutDocumentResponse:
+        """Stores a new generation."""
+        _check_place(request)
+        check_request_id(request.request_id, "request_id")
+        if len(request.content) > CONTENT_BYTES_MAX:
+            raise invalid("content", f"at most {CONTENT_BYTES_MAX} bytes")
+        if not 1 <= len(request.media_type) <= MEDIA_TYPE_CHARS_MAX:
+            raise invalid("media_type", f"must be 1 to {MEDIA_TYPE_CHARS_MAX} characters")
+        labels = _checked_labels(request.labels)
+        digest = await asyncio.to_thread(_digest, request, labels)
+        draft = Draft(request.content, request.media_type, labels, digest)
+        with _document_errors():
+            state = await self._store.put(
+                request.tenant, request.collection, request.document_id, draft, request.request_id
+            )
+        return documents_pb2.PutDocumentResponse(document=_document(request.collection, state))
+
+    async def GetDocument(
+        self, request: documents_pb2.GetDocumentRequest, context: Any
+    ) -> documents_pb2.GetDocumentResponse:
+        """Reads a document."""
+        _check_place(request)
+        with _document_errors():
+            found = await self._store.get(request.tenant, request.collection, request.document_id)
+        if found is None:
+            raise _unknown()
+        return documents_pb2.GetDocumentResponse(
+            document=_document(request.collection, found[0]),
+            content=found[1] if request.with_content else b"",
+        )
+
+    async def ListDocuments(
+        self, request: documents_pb2.ListDocumentsRequest, context: Any
+    ) -> documents_pb2.ListDocumentsResponse:
+        """Lists a collection."""
+        check_tenant(request.tenant, "tenant")
+        check_collection(request.collection, "collection")
+        if not 1 <= request.page_size <= PAGE_MAX:
+            raise invalid("page_size", f"must be 1 to {PAGE_MAX}")
+        after = _from_token(request.page_token)
+        with _document_errors():
+            states, last = await self._store.list(
+                request.tenant, request.collection, after, request.page_size
+            )
+        return documents_pb2.ListDocumentsResponse(
+            documents=[_document(request.collection, state) for state in states],
+            next_page_token=base64.urlsafe_b64encode(last.encode()).decode(),
+        )
+
+    async def DeleteDocument(
+        self, request: documents_pb2.DeleteDocumentRequest, context: Any
+    ) -> documents_pb2.DeleteDocumentResponse:
+        """Deletes a document."""
+        _check_place(request)
+        with _document_errors():
+            if not await self._store.delete(
+                request.tenant, request.collection, request.document_id
+            ):
+                raise _unknown()
+        return documents_pb2.DeleteDocumentResponse()
+
+    async def StoreChunks(
+        self, request: documents_pb2.StoreChunksRequest, context: Any
+    ) -> documents_pb2.StoreChunksResponse:
+        """Stores chunks; with the last ones the generation goes live."""
+        _check_place(request)
+        dims = _checked_chunks(request.chunks)
+        if request.complete and request.chunk_count > DOCUMENT_CHUNKS_MAX:
+            raise invalid("chunk_count", f"at most {DOCUMENT_CHUNKS_MAX}")
+        chunks = await asyncio.to_thread(_new_chunks, request.chunks)
+        with _document_errors():
+            state = await self._store.store(
+                request.tenant,
+                request.collection,
+                request.document_id,
+                request.generation,
+                chunks,
+                dims,
+                request.chunk_count if request.complete else None,
+            )
+        return documents_pb2.StoreChunksResponse(document=_document(request.collection, state))
+
+    async def SearchChunks(
+        self, request: documents_pb2.SearchChunksRequest, context: Any
+    ) -> documents_pb2.SearchChunksResponse:
+        """Searches."""
+        query = _checked_query(request)
+        with _document_errors():
+            for attempt in range(1, ATTEMPTS_MAX + 1):
+                matches = await self._index.search(
+                    request.tenant, request.collection, query, self._wait_s()
+                )
+                places = [(match.generation, match.number) for match in matches]
+                shown = await self._store.shown(request.tenant, places) if places else []
+                if None not in shown or attempt == ATTEMPTS_MAX:
+                    break
+        return documents_pb2.SearchChunksResponse(
+            hits=[
+                _hit(match, text)
+                for match, text in zip(matches, shown, strict=True)
+                if text is not None
+            ]
+        )
+
+    def _wait_s(self) -> float:
+        """Of the time that the caller has, what the index may take."""
+        ends = deadline.current()
+        if ends is None:
+            return self._wait_s_max
+        remaining = ends.remaining(asyncio.get_running_loop().time())
+        return min(max(remaining - ANSWER_S, 0.0), self._wait_s_max)
+
+
+@contextmanager
+def _document_errors() -> Iterator[None]:
+    """Maps what stores and index raise to what a caller sees."""
+    try:
+        with store_errors():
+            yield
+    except GenerationReplacedError as error:
+        raise SluiceError(
+            Code.ABORTED,
+            "GENERATION_REPLACED",
+            "There is a later generation, or the document is gone.",
+        ) from error
+    except RequestIdReusedError as error:
+        raise invalid("request_id", "was used for another document or content") from error
+    except ChunksMissingError as error:
+        raise failed_precondition(
+            "CHUNKS_MISSING", "The generation has not the chunks that it is said to have."
+        ) from error
+    except VectorLengthError as error:
+        raise invalid("vector", f"the collection's vectors have {error.dims} dimensions") from error
+    except IndexLoadingError as error:
+        raise unavailable(
+            "INDEX_LOADING", "The collection is being read; ask again.", error.retry_after_s
+        ) from error
+    except IndexTooLargeError as error:
+        raise failed_precondition(
+            "INDEX_TOO_LARGE", "The collection is larger than the memory for searches."
+        ) from error
+    except SearchBusyError as error:
+        raise exhausted("SEARCH_BUSY", "Too many searches are running.", BUSY_RETRY_S) from error
+
+
+def _unknown() -> SluiceError:
+    return not_found("DOCUMENT_UNKNOWN", "There is no such document.")
+
+
+def _check_place(request: Any) -> None:
+    check_tenant(request.tenant, "tenant")
+    check_collection(request.collection, "collection")
+    check_document(request.document_id, "document_id")
+
+
+def _checked_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    if len(labels) > LABELS_MAX:
+        raise invalid("labels", f"at most {LABELS_MAX}")
+    for name, value in labels.items():
+        if not name or max(len(name.encode()), len(value.encode())) > LABEL_BYTES_MAX:
+            raise invalid(
+                "labels", f"names are 1 to {LABEL_BYTES_MAX} bytes, values at most as many"
+            )
+    return dict(labels)
+
+
+def _checked_chunks(chunks: Sequence[documents_pb2.Chunk]) -> int:
+    """The dimensions of the vectors; 0 without chunks."""
+    if len(chunks) > CHUNKS_MAX:
+        raise invalid("chunks", f"at most {CHUNKS_MAX}")
+    if sum(len(chunk.vector) + len(chunk.text.encode()) for chunk in chunks) > CHUNKS_BYTES_MAX:
+        raise invalid("chunks", f"at most {CHUNKS_BYTES_MAX} bytes together")
+    if len({chunk.number for chunk in chunks}) < len(chunks):
+        raise invalid("chunks", "a number occurs twice")
+    for at, chunk in enumerate(chunks):
+        where = f"chunks[{at}]"
+        if chunk.number >= DOCUMENT_CHUNKS_MAX:
+            raise invalid(f"{where}.number", f"must be below {DOCUMENT_CHUNKS_MAX}")
+        if len(chunk.text.encode()) > CHUNK_TEXT_BYTES_MAX:
+            raise invalid(f"{where}.text", f"at most {CHUNK_TEXT_BYTES_MAX} bytes")
+        if not chunk.begin_byte <= chunk.end_byte <= CONTENT_BYTES_MAX:
+            raise invalid(f"{where}.end_byte", f"must be begin_byte to {CONTENT_BYTES_MAX}")
+        _check_vector(chunk.vector, f"{where}.vector")
+        if len(chunk.vector) != len(chunks[0].vector):
+            raise invalid(f"{where}.vector", "has another length than the first")
+    return len(chunks[0].vector) // VECTOR_BYTES if chunks else 0
+
+
+def _check_vector(vector: bytes, field: str) -> None:
+    dims, rest = divmod(len(vector), VECTOR_BYTES)
+    if rest or not 1 <= dims <= DIMS_MAX:
+        raise invalid(field, f"must be 1 to {DIMS_MAX} float32")
+
+
+def _new_chunks(chunks: Sequence[documents_pb2.Chunk]) -> list[NewChunk]:
+    if not chunks:
+        return []
+    try:
+        records = records_of([c.text for c in chunks], [c.vector for c in chunks])
+    except ValueError as error:
+        raise invalid(f"chunks[{error.args[0]}].vector", "is zero or not finite") from error
+    return [
+        NewChunk(chunk.number, ChunkText(chunk.text, chunk.begin_byte, chunk.end_byte), record)
+        for chunk, record in zip(chunks, records, strict=True)
+    ]
+
+
+def _checked_query(request: documents_pb2.SearchChunksRequest) -> Query:
+    check_tenant(request.tenant, "tenant")
+    check_collection(request.collection, "collection")
+    if not 1 <= request.top_k <= TOP_K_MAX:
+        raise invalid("top_k", f"must be 1 to {TOP_K_MAX}")
+    if len(request.query.encode()) > QUERY_BYTES_MAX:
+        raise invalid("query", f"at most {QUERY_BYTES_MAX} bytes")
+    if not request.query and not request.vector:
+        raise invalid("query", "words or a vector are needed")
+    vector: NDArray[np.float32] | None = None
+    if request.vector:
+        _check_vector(request.vector, "vector")
+        try:
+            (vector,) = unit_vectors(np.frombuffer(request.vector, dtype="<f4").reshape(1, -1))
+        except ValueError as error:
+            raise invalid("vector", "is zero or not finite") from error
+    return Query(request.top_k, request.query, vector, _checked_labels(request.labels))
+
+
+def _digest(request: documents_pb2.PutDocumentRequest, labels: Mapping[str, str]) -> str:
+    hashed = hashlib.blake2b(digest_size=16)
+    named = [part for name in sorted(labels) for part in (name, labels[name])]
+    parts = [request.collection, request.document_id, request.media_type, *named]
+    for part in [*(part.encode() for part in parts), request.content]:
+        hashed.update(len(part).to_bytes(8, "little") + part)
+    return hashed.hexdigest()
+
+
+def _from_token(token: str) -> str:
+    try:
+        return base64.b64decode(token, altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):  # a UnicodeDecodeError is one
+        raise invalid("page_token", "is none of a previous response") from None
+
+
+def _document(collection: str, state: DocumentState) -> documents_pb2.StoredDocument:
+    update_time = Timestamp()
+    update_time.FromMilliseconds(state.update_ms)
+    return documents_pb2.StoredDocument(
+        collection=collection,
+        document_id=state.document_id,
+        generation=state.generation,
+        size_bytes=state.size_bytes,
+        chunk_count=state.chunk_count,
+        ready=state.ready,
+        media_type=state.media_type,
+        labels=state.labels,
+        update_time=update_time,
+    )
+
+
+def _hit(match: Match, text: ChunkText) -> documents_pb2.ChunkHit:
+    return documents_pb2.ChunkHit(
+        document_id=match.document_id,
+        chunk=documents_pb2.Chunk(
+            number=match.number,
+            text=text.text,
+            begin_byte=text.begin_byte,
+            end_byte=text.end_byte,
+        ),
+        score=match.score,
+        vector_score=match.vector_score,
+        term_score=match.term_score,
+    )

@@ -1,0 +1,291 @@
+"""The search index in this process's memory, made from the store and proved against it.
+
+Owns one :class:`CollectionIndex` for each collection that was searched lately. A search first asks
+the store for the collection's version, so that what another replica wrote is seen by the next
+search here; when it differs, what changed is read and the index follows. A collection is read by
+one task at a time, which all its searches wait for and none of them cancels: one whose time runs
+out is told how long it may still take, and the next one finds more of it done. Reading is done in
+pieces by the event loop, everything else in threads: two search, one builds.
+
+Bounded: ``bytes_max`` of arrays in all; the collections that were searched longest ago go first.
+While a collection's segments are merged, and while a search still uses what was dropped, there is
+up to twice that. Nothing here is durable: after a restart the first search of a collection reads
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeVar
+
+from sluice import logs
+from state_svc.domain.collection_index import CollectionIndex
+from state_svc.domain.documents import Changed, LiveDocument, Match, Query, is_record
+from state_svc.domain.segment import Segment, build
+from state_svc.ports_documents import (
+    ChunkSource,
+    IndexLoadingError,
+    IndexTooLargeError,
+    SearchBusyError,
+    VectorLengthError,
+)
+
+T = TypeVar("T")
+Key = tuple[str, str]  # tenant, collection: never one without the other
+
+ROUNDS_MAX: Final = 8  # changes in mid-reading that one refresh follows
+READ_CHUNKS: Final = 512  # records in one reply: about 1 MiB at 384 dimensions
+BUILD_ROWS: Final = 16_384  # rows of a segment when a collection is read; 40 MB of records
+RETRY_S_MIN: Final = 0.2
+RETRY_S_MAX: Final = 30.0
+BUSY_RETRY_S: Final = 0.5
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexLimits:
+    """``bytes_max``: memory of all indexes. ``searches_max``: searches in progress, those that
+    wait included."""
+
+    bytes_max: int = 1 << 30
+    searches_max: int = 64
+
+
+@dataclass(slots=True)
+class _Entry:
+    index: CollectionIndex | None = None
+    task: asyncio.Task[None] | None = None
+    begun: int = 0  # number of the last refresh that began
+    done: int = 0  # number of the last one that ended well
+    began_s: float = 0.0
+    rows_read: int = 0
+    rows_wanted: int = 0
+
+    def retry_after_s(self, now: float) -> float:
+        """About how long the refresh in progress will still take."""
+        if not self.rows_read:
+            return 1.0
+        left = (self.rows_wanted - self.rows_read) / self.rows_read
+        return min(max(left * (now - self.began_s), RETRY_S_MIN), RETRY_S_MAX)
+
+
+class MatrixIndex:
+    """A :class:`state_svc.ports_documents.SearchIndex`."""
+
+    def __init__(self, source: ChunkSource, limits: IndexLimits | None = None) -> None:
+        self.evicted = 0  # indexes dropped for room
+        self._source = source
+        self._limits = limits or IndexLimits()
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._running = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loads = asyncio.Semaphore(1)  # whole collections, so that their room is known
+        self._searchers = ThreadPoolExecutor(2, thread_name_prefix="search")
+        self._builders = ThreadPoolExecutor(1, thread_name_prefix="index")
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of all indexes."""
+        return sum(e.index.size_bytes for e in self._entries.values() if e.index is not None)
+
+    async def search(
+        self, tenant: str, collection: str, query: Query, wait_s: float
+    ) -> Sequence[Match]:
+        """See :class:`state_svc.ports_documents.SearchIndex`."""
+        if self._running >= self._limits.searches_max:
+            raise SearchBusyError
+        self._running += 1
+        try:
+            index = await self._current((tenant, collection), wait_s)
+            if index is None or not index.parts:
+                return []
+            if query.vector is not None and query.vector.size != index.dims:
+                raise VectorLengthError(index.dims)
+            return await _in(self._searchers, partial(index.search, query))
+        finally:
+            self._running -= 1
+
+    async def close(self) -> None:
+        """Ends what is being read."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._searchers.shutdown(wait=False, cancel_futures=True)
+        self._builders.shutdown(wait=False, cancel_futures=True)
+
+    async def _current(self, key: Key, wait_s: float) -> CollectionIndex | None:
+        """The index at the collection's version now, or a later one."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + wait_s
+        head = await self._source.head(*key)
+        if head is None:
+            self._entries.pop(key, None)
+            return None
+        entry = self._entries.setdefault(key, _Entry())
+        self._entries.move_to_end(key)
+        asked = entry.begun  # a refresh with a larger number begins after the head was read
+        while (index := entry.index) is None or (
+            index.version != head.version and entry.done <= asked
+        ):
+            if entry.task is None:
+                entry.begun += 1
+                entry.task = self._start(self._refresh(key, entry, entry.begun))
+            task = entry.task
+            await asyncio.wait({task}, timeout=max(until - loop.time(), 0.0))
+            if not task.done():
+                raise IndexLoadingError(entry.retry_after_s(loop.time()))
+            if task.cancelled():
+                raise IndexLoadingError(RETRY_S_MIN)
+            task.result()
+        return index
+
+    def _start(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # told to those that wait; there may be none left
+
+    async def _refresh(self, key: Key, entry: _Entry, number: int) -> None:
+        try:
+            if entry.index is None:
+                async with self._loads:
+                    await self._make_room(key)
+                    index = await self._follow(key, entry, CollectionIndex())
+            else:
+                index = await self._follow(key, entry, entry.index)
+            entry.index, entry.done = index, number
+            self._trim(key, 0)
+        finally:
+            entry.task = None
+
+    async def _make_room(self, key: Key) -> None:
+        head = await self._source.head(*key)
+        needed = 0 if head is None else head.size_bytes
+        if needed > self._limits.bytes_max:
+            raise IndexTooLargeError
+        self._trim(key, needed)
+
+    def _trim(self, kept: Key, needed: int) -> None:
+        """Drops indexes, the longest unused first, until ``needed`` bytes more have room."""
+        for key in [key for key in self._entries if key != kept]:
+            if self.size_bytes + needed <= self._limits.bytes_max:
+                return
+            del self._entries[key]
+            self.evicted += 1
+            log.info("a search index was dropped for room", indexes=len(self._entries))
+
+    async def _follow(self, key: Key, entry: _Entry, index: CollectionIndex) -> CollectionIndex:
+        """The index after what changed since its version. A document that changes again while it
+        is read is read again; one that does so all the time is left to the next search."""
+        entry.began_s = asyncio.get_running_loop().time()
+        entry.rows_read = entry.rows_wanted = 0
+        for _ in range(ROUNDS_MAX):
+            changed = await self._source.changed(*key, index.version)
+            if changed is None:
+                return CollectionIndex()
+            if changed.version == index.version:
+                return index
+            index, missing = await self._advanced(key, entry, index, changed)
+            if not missing:
+                return index
+            # Of those that could not be read, some were gone before; then nothing is missing.
+            later = await self._source.changed(*key, changed.version)
+            if later is not None and not later.everything:
+                missing &= set(later.generations)
+                if not missing:
+                    return index
+        raise IndexLoadingError(RETRY_S_MIN)
+
+    async def _advanced(
+        self, key: Key, entry: _Entry, index: CollectionIndex, changed: Changed
+    ) -> tuple[CollectionIndex, set[int]]:
+        """The index at the version of ``changed``, and the generations that it may lack: they were
+        not live any more when they were read."""
+        have, told = index.generations(), set(changed.generations)
+        # A generation goes live once and away once: one that we have and hear of again is gone.
+        gone = have - told if changed.everything else have & told
+        new = sorted(told - have)
+        live = await self._source.live(*key, new)
+        missing = set(new) - live.keys()
+        entry.rows_wanted += sum(document.chunk_count for document in live.values())
+        added: list[Segment] = []
+        for some in _batches(live):
+            read = await self._read(key, entry, some, changed.dims)
+            missing |= {document.generation for document in some} - {d.generation for d, _ in read}
+            if any(records for _, records in read):
+                added.append(await _in(self._builders, partial(build, read, changed.dims)))
+        step = partial(index.changed, changed.version, changed.dims, gone, added)
+        following = await _in(self._builders, step)
+        return following, missing
+
+    async def _read(
+        self, key: Key, entry: _Entry, documents: Sequence[LiveDocument], dims: int
+    ) -> list[tuple[LiveDocument, list[bytes]]]:
+        """The documents whose records are all there, with their records."""
+        found: dict[int, list[bytes | None]] = {d.generation: [] for d in documents}
+        for ranges in _ranges(documents):
+            pieces = await self._source.records(key[0], ranges)
+            for (generation, _, _), records in zip(ranges, pieces, strict=True):
+                found[generation] += records
+                entry.rows_read += len(records)
+        whole = []
+        for document in documents:
+            records = _there(found[document.generation])
+            if len(records) != document.chunk_count:
+                continue
+            if all(is_record(record, dims) for record in records):
+                whole.append((document, records))
+            else:  # not ours: what is of us stays searchable
+                log.error("stored chunks cannot be read", generation=document.generation)
+        return whole
+
+
+def _there(records: Sequence[bytes | None]) -> list[bytes]:
+    return [record for record in records if record is not None]
+
+
+async def _in(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+def _batches(live: Mapping[int, LiveDocument]) -> Iterator[list[LiveDocument]]:
+    """The documents in batches of about ``BUILD_ROWS``."""
+    batch: list[LiveDocument] = []
+    rows = 0
+    for document in live.values():
+        batch.append(document)
+        rows += document.chunk_count
+        if rows >= BUILD_ROWS:
+            yield batch
+            batch, rows = [], 0
+    if batch:
+        yield batch
+
+
+def _ranges(documents: Sequence[LiveDocument]) -> Iterator[list[tuple[int, int, int]]]:
+    """All chunks of the documents as ranges, at most ``READ_CHUNKS`` together."""
+    ranges: list[tuple[int, int, int]] = []
+    room = READ_CHUNKS
+    for document in documents:
+        first = 0
+        while first < document.chunk_count:
+            end = min(first + room, document.chunk_count)
+            ranges.append((document.generation, first, end))
+            room -= end - first
+            first = end
+            if room == 0:
+                yield ranges
+                ranges, room = [], READ_CHUNKS
+    if ranges:
+        yield ranges

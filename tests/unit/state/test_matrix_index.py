@@ -1,0 +1,307 @@
+"""The index in memory follows the store: whoever wrote, the next search sees it.
+
+Method: the store in memory, under the virtual clock where time matters. Oracle: what the store
+holds at the moment of the search.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sluice.clock import run_virtual
+from state_svc.adapters.matrix_index import IndexLimits, MatrixIndex
+from state_svc.adapters.memory_documents import MemoryDocuments
+from state_svc.domain.documents import (
+    ChunkText,
+    CollectionHead,
+    Draft,
+    Match,
+    NewChunk,
+    Query,
+    index_record,
+)
+from state_svc.domain.words import terms_of
+from state_svc.ports import StoreUnavailableError
+from state_svc.ports_documents import (
+    IndexLoadingError,
+    IndexTooLargeError,
+    SearchBusyError,
+    VectorLengthError,
+)
+
+WAIT_S = 5.0
+EAST = np.array([1, 0], dtype=np.float32)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    run_virtual(scenario)
+
+
+async def ingest(
+    store: MemoryDocuments, name: str, *texts: str, of: str = "a", to: str = "c", label: str = ""
+) -> None:
+    labels = {"l": label} if label else {}
+    draft = Draft(b"", "text/plain", labels, "")
+    made = await store.put(of, to, name, draft, str(uuid.uuid4()))
+    chunks = [
+        NewChunk(n, ChunkText(text, 0, 0), index_record(EAST, terms_of(text)))
+        for n, text in enumerate(texts)
+    ]
+    await store.store(of, to, name, made.generation, chunks, 2, len(chunks))
+
+
+async def found(
+    index: MatrixIndex, words: str, *, of: str = "a", to: str = "c", wait_s: float = WAIT_S
+) -> list[str]:
+    matches: Sequence[Match] = await index.search(of, to, Query(10, words), wait_s)
+    return sorted(match.document_id for match in matches)
+
+
+class SlowStore(MemoryDocuments):
+    """Reads take a time; a read may be told to fail."""
+
+    read_s = 0.0
+    fails = False
+    reads = 0
+
+    async def records(
+        self, tenant: str, ranges: Sequence[tuple[int, int, int]]
+    ) -> Sequence[Sequence[bytes | None]]:
+        self.reads += 1
+        await asyncio.sleep(self.read_s)
+        if self.fails:
+            raise StoreUnavailableError("told to")
+        return await super().records(tenant, ranges)
+
+
+async def test_what_anybody_wrote_is_found_by_the_next_search() -> None:
+    store = MemoryDocuments()
+    here, there = MatrixIndex(store), MatrixIndex(store)
+    assert await found(here, "red") == []
+    await ingest(store, "x", "red apple")
+    for index in (here, there):
+        assert await found(index, "red") == ["x"]
+    await ingest(store, "y", "red pear")
+    await ingest(store, "x", "green apple")
+    for index in (here, there):
+        assert await found(index, "red") == ["y"]
+    await store.delete("a", "c", "y")
+    assert await found(here, "red") == []
+    assert await found(here, "green") == ["x"]
+    await store.delete("a", "c", "x")
+    assert await found(here, "green") == []
+    await ingest(store, "x", "blue")  # a collection of the same name, made anew
+    assert await found(here, "green") == []
+    assert await found(here, "blue") == ["x"]
+
+
+async def test_a_tenant_finds_nothing_of_another_whatever_the_names() -> None:
+    store = MemoryDocuments()
+    index = MatrixIndex(store)
+    await ingest(store, "x", "red", of="a")
+    assert await found(index, "red", of="a") == ["x"]
+    assert await found(index, "red", of="b") == []
+    await ingest(store, "own", "red", of="b")
+    assert await found(index, "red", of="b") == ["own"]
+    assert await found(index, "red", of="a") == ["x"]
+    assert await found(index, "red", of="a", to="d") == []
+
+
+async def test_only_what_changed_is_read() -> None:
+    store = SlowStore()
+    index = MatrixIndex(store)
+    for n in range(5):
+        await ingest(store, f"d{n}", "red")
+    await found(index, "red")
+    reads = store.reads
+    await found(index, "red")
+    assert store.reads == reads
+    await ingest(store, "new", "red")
+    assert len(await found(index, "red")) == 6
+    assert store.reads == reads + 1
+    await store.delete("a", "c", "new")
+    assert len(await found(index, "red")) == 5
+    assert store.reads == reads + 1
+
+
+def test_searches_wait_for_one_reading_and_are_told_when_their_time_is_over() -> None:
+    async def scenario() -> None:
+        store = SlowStore()
+        store.read_s = 3.0
+        index = MatrixIndex(store)
+        await ingest(store, "x", "red")
+        with pytest.raises(IndexLoadingError) as raised:
+            await found(index, "red", wait_s=1.0)
+        assert 0 < raised.value.retry_after_s <= 30
+        both = [found(index, "red"), found(index, "red")]
+        assert await asyncio.gather(*both) == [["x"], ["x"]]
+        assert store.reads == 1  # the reading went on, and nobody began another
+
+    run(scenario())
+
+
+def test_a_search_that_is_given_up_ends_no_reading() -> None:
+    async def scenario() -> None:
+        store = SlowStore()
+        store.read_s = 3.0
+        index = MatrixIndex(store)
+        await ingest(store, "x", "red")
+        task = asyncio.create_task(found(index, "red"))
+        await asyncio.sleep(1.0)
+        task.cancel()
+        assert await found(index, "red") == ["x"]
+        assert store.reads == 1
+
+    run(scenario())
+
+
+def test_a_document_that_changes_while_it_is_read_is_found_as_it_is_then() -> None:
+    async def scenario() -> None:
+        store = SlowStore()
+        store.read_s = 1.0
+        index = MatrixIndex(store)
+        await ingest(store, "x", "red")
+        await ingest(store, "y", "red")
+        task = asyncio.create_task(found(index, "red green"))
+        await asyncio.sleep(0.5)
+        await ingest(store, "x", "green")
+        await store.delete("a", "c", "y")
+        assert await task == ["x"]
+        assert await found(index, "green") == ["x"]
+        assert await found(index, "red") == []
+
+    run(scenario())
+
+
+def test_a_search_after_a_write_does_not_take_what_was_read_before_it() -> None:
+    async def scenario() -> None:
+        store = SlowStore()
+        index = MatrixIndex(store)
+        await ingest(store, "x", "red")
+        await found(index, "red")
+        store.read_s = 1.0
+        await ingest(store, "y", "red")
+        first = asyncio.create_task(found(index, "red"))
+        await asyncio.sleep(0.5)
+        await ingest(store, "z", "red")  # while the change before is being read
+        assert await found(index, "red") == ["x", "y", "z"]
+        assert await first in (["x", "y"], ["x", "y", "z"])
+
+    run(scenario())
+
+
+async def test_a_store_that_fails_is_told_and_the_next_search_reads_again() -> None:
+    store = SlowStore()
+    index = MatrixIndex(store)
+    await ingest(store, "x", "red")
+    store.fails = True
+    for _ in range(2):
+        with pytest.raises(StoreUnavailableError):
+            await found(index, "red")
+    store.fails = False
+    assert await found(index, "red") == ["x"]
+
+
+async def test_memory_is_bounded_and_the_longest_unused_goes() -> None:
+    store = MemoryDocuments()
+    text = " ".join(f"w{n}" for n in range(200))
+    for name in ("c", "d", "e"):
+        await ingest(store, "x", *[text] * 10, to=name)
+    one = await store.head("a", "c")
+    assert one is not None
+    index = MatrixIndex(store, IndexLimits(bytes_max=2 * one.size_bytes))
+    for name in ("c", "d", "c", "e"):
+        assert await found(index, "w1", to=name)
+    assert index.size_bytes <= 2 * one.size_bytes
+    assert index.evicted >= 1
+    assert await found(index, "w1", to="d")  # it is read again
+    small = MatrixIndex(store, IndexLimits(bytes_max=one.size_bytes - 1))
+    with pytest.raises(IndexTooLargeError):
+        await found(small, "w1")
+
+
+def test_searches_beyond_the_bound_are_refused() -> None:
+    async def scenario() -> None:
+        store = SlowStore()
+        store.read_s = 1.0
+        index = MatrixIndex(store, IndexLimits(searches_max=2))
+        await ingest(store, "x", "red")
+        two = [asyncio.create_task(found(index, "red")) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        with pytest.raises(SearchBusyError):
+            await found(index, "red")
+        assert await asyncio.gather(*two) == [["x"], ["x"]]
+        assert await found(index, "red") == ["x"]
+
+    run(scenario())
+
+
+async def test_a_vector_of_another_length_is_refused() -> None:
+    store = MemoryDocuments()
+    index = MatrixIndex(store)
+    wrong = Query(1, "", np.ones(3, dtype=np.float32))
+    assert await index.search("a", "c", wrong, WAIT_S) == []  # nothing to compare with
+    await ingest(store, "x", "red")
+    with pytest.raises(VectorLengthError):
+        await index.search("a", "c", wrong, WAIT_S)
+
+
+async def test_a_damaged_document_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryDocuments()
+    index = MatrixIndex(store)
+    await ingest(store, "x", "red")
+    await ingest(store, "y", "red")
+    changed = await store.changed("a", "c", 0)
+    assert changed is not None
+    live = await store.live("a", "c", changed.generations)
+    bad = next(one.generation for one in live.values() if one.document_id == "x")
+    whole = store.records
+
+    async def records(tenant: str, ranges: Sequence[tuple[int, int, int]]) -> Any:
+        read = await whole(tenant, ranges)
+        return [
+            [b"?"] if generation == bad else of_it
+            for (generation, _, _), of_it in zip(ranges, read, strict=True)
+        ]
+
+    monkeypatch.setattr(store, "records", records)
+    assert await found(index, "red") == ["y"]
+
+
+async def test_an_end_leaves_no_task() -> None:
+    store = SlowStore()
+    store.read_s = 60.0
+    index = MatrixIndex(store)
+    await ingest(store, "x", "red")
+    search = asyncio.create_task(found(index, "red"))
+    await asyncio.sleep(0.05)
+    await index.close()
+    with pytest.raises(IndexLoadingError):
+        await search
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_the_store_is_asked_for_the_version_at_each_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = MemoryDocuments()
+    index = MatrixIndex(store)
+    await ingest(store, "x", "red")
+    asked = []
+    head = store.head
+
+    async def counted(tenant: str, collection: str) -> CollectionHead | None:
+        asked.append((tenant, collection))
+        return await head(tenant, collection)
+
+    await found(index, "red")
+    monkeypatch.setattr(store, "head", counted)
+    for _ in range(3):
+        await found(index, "red")
+    assert asked == [("a", "c")] * 3
