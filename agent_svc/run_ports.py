@@ -7,10 +7,10 @@ repeated as it was. LEASE_LOST (ABORTED): the run is somebody else's, for good.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 from agent_svc.domain.model import (
     Budget,
@@ -22,7 +22,7 @@ from agent_svc.domain.model import (
     RunId,
     ToolInfo,
 )
-from agent_svc.ports import Model, ToolContext, ToolResult
+from agent_svc.ports import ToolContext, ToolResult
 
 
 class Phase(Enum):
@@ -205,6 +205,23 @@ class DocumentContent:
     generation: int
 
 
+class TextChunk(Protocol):
+    """A chunk of a document: its number from 0 and the bytes of the content that it covers."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def begin_byte(self) -> int: ...
+    @property
+    def end_byte(self) -> int: ...
+
+
+Chunks = Callable[[bytes, str], Awaitable[Sequence[TextChunk]]]
+"""Content and media type to chunks, always the same. Raises SluiceError for what cannot be read."""
+
+
 @dataclass(frozen=True, slots=True)
 class VectorChunk:
     """A chunk with its vector, little-endian float32."""
@@ -236,6 +253,44 @@ class Usage(Protocol):
         """Counts a run for which a direct call would have done: once, however often it is told."""
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The end of a model call. ``finish_reason``: "stop" or "length"."""
+
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    cost: float
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a model is asked. ``json_schema``: of what it writes, or empty. ``tools``: for its chat
+    template."""
+
+    messages: Sequence[Message]
+    json_schema: str = ""
+    tools: Sequence[ToolInfo] = ()
+    keep_special_tokens: bool = False
+
+
+class Model(Protocol):
+    """The models behind the scheduler's mesh API, for one run."""
+
+    def generate(
+        self, prompt: Prompt, *, step: int, request_id: str, max_tokens: int, deadline_s: float
+    ) -> AsyncGenerator[str | Written, None]:
+        """Text as it comes, then the end. Raises SluiceError as the scheduler refused or failed;
+        its retry delay is honest. Closing it cancels the call."""
+
+    async def embed(
+        self, texts: Sequence[str], *, request_id: str, deadline_s: float
+    ) -> Sequence[bytes]:
+        """A vector for each text, as little-endian float32. Raises SluiceError."""
+
+
 class Models(Protocol):
     """The way to the schedulers."""
 
@@ -253,6 +308,6 @@ class GrantedTools(Protocol):
         One that does not exist any more is not among them."""
 
     async def call(
-        self, name: str, arguments: dict[str, Any], context: ToolContext, *, approved: bool
+        self, name: str, arguments_json: str, context: ToolContext, *, approved: bool = False
     ) -> ToolResult:
         """Makes one call. Raises ToolError. ``approved``: a person agreed, where that is needed."""

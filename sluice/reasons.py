@@ -221,6 +221,7 @@ RUNS: Final[Mapping[str, Reason]] = {
     "GENERATION_REPLACED": _reason(
         Code.ABORTED, "run", "The document was replaced or deleted while it was ingested."
     ),
+    "STREAM_PROTOCOL": _reason(Code.INTERNAL, "call", "A model call ended without its end."),
     "LEASE_LOST": _reason(Code.ABORTED, "run", "Another agent service holds the run now."),
 }
 

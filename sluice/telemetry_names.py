@@ -18,6 +18,7 @@ SPAN_RELAY = "sluice.execution.relay"  # one start, from its frame in to its end
 SPAN_EXECUTE = "sluice.execution.execute"  # plain Execute and ExecuteEmbed
 SPAN_GENERATE = "sluice.inference.generate"  # the engine's work for one start
 SPAN_EMBED = "sluice.inference.embed"
+SPAN_STEP = "sluice.agent.step"  # a model call, or the tool calls that it asked for
 SPANS = frozenset(
     {
         SPAN_REQUEST,
@@ -26,6 +27,7 @@ SPANS = frozenset(
         SPAN_EXECUTE,
         SPAN_GENERATE,
         SPAN_EMBED,
+        SPAN_STEP,
     }
 )
 
@@ -55,6 +57,9 @@ ATTR_QUEUE_MS = "sluice.queue_ms"
 ATTR_TTFT_MS = "sluice.ttft_ms"
 ATTR_TPOT_MS = "sluice.tpot_ms"
 ATTR_SIMULATED = "sluice.simulated"
+ATTR_RUN_ID = "sluice.run_id"
+ATTR_STEP = "sluice.step"  # its number in the run
+ATTR_STEP_KIND = "sluice.step.kind"  # model, tools
 
 # --- Metrics -------------------------------------------------------------------------------------
 
@@ -180,6 +185,14 @@ QUOTA_EXCHANGE_TIME = _gauge(
 )
 USAGE_WAITING = _gauge("sluice.usage.waiting", "{sum}", "Usage not told to the state service yet.")
 USAGE_LOST = _counter("sluice.usage.lost", "{request}", "Requests whose usage was not kept.")
+
+# Agent.
+RUNS_ACTIVE = _gauge("sluice.runs.active", "{run}", "Runs that this process holds.")
+RUNS_ENDED = _counter("sluice.runs.ended", "{run}", "Runs ended here.", "end", "reason")
+RUN_STEPS = _counter("sluice.runs.steps", "{step}", "Model calls of runs, by result.", "result")
+RUN_TOOL_CALLS = _counter("sluice.runs.tool_calls", "{call}", "Tool calls of runs.")
+RUN_LEASES_LOST = _counter("sluice.runs.leases_lost", "{lease}", "Runs that others took over.")
+RUN_HISTORY = _gauge("sluice.runs.history", "By", "Events of held runs that are kept in memory.")
 
 # Frames, scheduler and execution and inference.
 FRAMES = _counter("sluice.frames", "{frame}", "Frames by direction.", "direction")

@@ -1,0 +1,174 @@
+"""The events of a held run: what is known, and what is still to be stored.
+
+Commit before effect: what :meth:`Journal.add` takes is history at once for those who decide, and
+:meth:`Journal.store` returns when the store has it. Several adds leave in one append; appends of a
+run follow one another. A store that does not answer is asked again with the same append until it
+does or the lease is lost: the store answers a repeated append as it did before. For one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from agent_svc.adapters.held_run import HeldRun, lease_lost
+from agent_svc.domain.ending import Bounds, Finish, Pause
+from agent_svc.domain.history import History
+from agent_svc.domain.model import End, Ended, Event, Kind, Message, Waiting
+from agent_svc.run_ports import Append, Phase, Runs, Spec, Summary
+from sluice import logs
+from sluice.errors import Code, SluiceError
+from sluice.fault_points import fault_point
+
+RETRY_MIN_S: Final = 0.1
+RETRY_MAX_S: Final = 1.0
+_MAY_PASS: Final = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED})
+_PHASES: Final = {
+    End.SUCCEEDED: Phase.SUCCEEDED,
+    End.FAILED: Phase.FAILED,
+    End.CANCELLED: Phase.CANCELLED,
+}
+
+log = logs.get(__name__)
+
+
+class Journal:
+    """See the module's docstring. ``wall``: Unix time in seconds. The ways out (:meth:`wait`,
+    :meth:`pause`, :meth:`finish`, :meth:`hand_over`) store what was added and give the lease back.
+    All raise SluiceError: LEASE_LOST, or what the store refuses."""
+
+    def __init__(
+        self,
+        held: HeldRun,
+        spec: Spec,
+        bounds: Bounds,
+        runs: Runs,
+        history: History,
+        wall: Callable[[], float],
+    ) -> None:
+        self.history = history
+        self.bounds = bounds
+        self._held = held
+        self._spec = spec
+        self._runs = runs
+        self._wall = wall
+        self._stored = history.last_sequence
+        self._waiting: list[Event] = []
+        self._turn = asyncio.Lock()
+
+    def now_s(self) -> float:
+        """Unix time, never before the last event: clocks of machines differ."""
+        # Whole microseconds, as events carry them: a decision is the same when read back.
+        return round(max(self._wall(), self.history.last_s), 6)
+
+    def add(self, *kinds: Kind) -> None:
+        """Adds events that happen now."""
+        for kind in kinds:
+            event = Event(self.history.last_sequence + 1, self.now_s(), kind)
+            self.history.add(event)
+            self._waiting.append(event)
+
+    async def store(self) -> None:
+        """Stores what was added, if anything; the lease goes on."""
+        if self._waiting:
+            await self._store(Phase.RUNNING)
+
+    async def wait(self, step: int, waiting: Waiting | None) -> None:
+        """Until a person decides."""
+        if waiting is not None:
+            self.add(waiting)
+        fault_point("agent.before_wait")
+        await self._store(Phase.WAITING, waiting_step=step)
+
+    async def pause(self, action: Pause) -> None:
+        """Until a time."""
+        if action.paused is not None:
+            self.add(action.paused)
+        fault_point("agent.before_pause")
+        await self._store(Phase.PAUSED, ready_s=action.ready_s)
+
+    async def hand_over(self) -> None:
+        """Ready for anybody."""
+        fault_point("agent.before_hand_over")
+        await self._store(Phase.QUEUED)
+
+    async def finish(self, action: Finish, session_messages: Sequence[Message] = ()) -> Ended:
+        """For good. ``session_messages``: what the run's session gets, if the run succeeded."""
+        self.add(*action.events)
+        ended = self.history.ended
+        assert ended is not None, "a run that ends has an end"
+        messages = tuple(session_messages) if ended.end is End.SUCCEEDED else ()
+        fault_point("agent.before_end")
+        await self._store(_PHASES[ended.end], session_messages=messages)
+        fault_point("agent.after_end")
+        return ended
+
+    async def leave(self, action: Pause | Finish) -> Ended | None:
+        """Pauses or finishes."""
+        if isinstance(action, Finish):
+            return await self.finish(action)
+        await self.pause(action)
+        return None
+
+    async def _store(
+        self,
+        phase: Phase,
+        *,
+        ready_s: float = 0.0,
+        waiting_step: int = 0,
+        session_messages: tuple[Message, ...] = (),
+    ) -> None:
+        async with self._turn:
+            events = tuple(self._waiting)
+            if not events and phase is Phase.RUNNING:
+                return
+            append = Append(
+                append_id=str(uuid.uuid4()),
+                expected_sequence=self._stored,
+                events=events,
+                summary=self._summary(),
+                phase=phase,
+                ready_s=ready_s,
+                waiting_step=waiting_step,
+                session_messages=session_messages,
+            )
+            self._held.leaving = phase is not Phase.RUNNING
+            fault_point("agent.before_append")
+            await self._append(append)
+            fault_point("agent.after_append")
+            self._stored += len(events)
+            del self._waiting[: len(events)]
+
+    async def _append(self, append: Append) -> None:
+        delay_s = RETRY_MIN_S
+        while not self._held.lost:
+            try:
+                return await self._runs.append(self._held.lease, append)
+            except SluiceError as error:
+                if error.code is Code.ABORTED:
+                    # VERSION_CONFLICT cannot be under a lease that holds; so it does not hold.
+                    raise lease_lost() from None
+                if error.code not in _MAY_PASS:
+                    raise
+                log.warning("append put off", reason=error.reason, delay_s=delay_s)
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 2, RETRY_MAX_S)
+        raise lease_lost()
+
+    def _summary(self) -> Summary:
+        history, ended = self.history, self.history.ended
+        return Summary(
+            steps=history.steps_done,
+            prompt_tokens=history.prompt_tokens,
+            cached_tokens=history.cached_tokens,
+            completion_tokens=history.completion_tokens,
+            tool_calls=history.tool_calls,
+            cost=history.cost,
+            budget=self._spec.budget,
+            model=self._spec.model,
+            session_id=self._held.claimed.session_id,
+            answer=ended.answer if ended else "",
+            failure=ended.failure if ended else None,
+        )

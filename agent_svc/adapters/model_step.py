@@ -1,0 +1,115 @@
+"""One model call of a run: the prompt, the text as it comes, what the model wrote.
+
+Stateless but for the call. A prompt that does not fit into the model's context is asked again with
+less of the history, twice at most (agent_svc/domain/tool_format.py says what is left out).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Final
+
+from agent_svc.adapters.live_text import LiveText
+from agent_svc.domain.history import History
+from agent_svc.domain.model import ModelStep, Task
+from agent_svc.domain.next_action import CallModel
+from agent_svc.domain.tool_format import AnswerText, Ask, Options, ask, read
+from agent_svc.run_ports import Model, Prompt, Written
+from sluice.errors import Code, SluiceError
+from sluice.fault_points import fault_point
+
+CONTEXT_REASONS: Final = frozenset({"CONTEXT_LENGTH", "CONTEXT_LENGTH_EXCEEDED"})
+CONTEXT_TRIES: Final = 3
+BYTES_A_TOKEN: Final = 3  # cautious: English has about 4
+READ_INLINE_CHARS: Final = 4096  # longer replies are read in a thread
+
+Publish = Callable[[int, str, bool], Awaitable[None]]
+"""Passes text of a step on: (step, text, whether it replaces what came before)."""
+
+
+def fitting(options: Options, context_tokens: int, output_tokens: int) -> Options:
+    """``options`` with as long a prompt as the context leaves beside the output; unchanged when
+    the context is not known."""
+    if not context_tokens:
+        return options
+    room = max(context_tokens - output_tokens, context_tokens // 4)
+    return replace(options, prompt_bytes=room * BYTES_A_TOKEN)
+
+
+async def model_step(
+    task: Task,
+    history: History,
+    action: CallModel,
+    model: Model,
+    *,
+    options: Options,
+    max_tokens: int,
+    publish: Publish,
+    interval_s: Callable[[], float],
+) -> ModelStep:
+    """Makes the call. Raises SluiceError as the scheduler refused it or the model failed."""
+    tries = 0
+    while True:
+        asked = ask(task, history.events, options)
+        try:
+            return await _once(action, model, asked, max_tokens, publish, interval_s)
+        except SluiceError as error:
+            tries += 1
+            if error.reason not in CONTEXT_REASONS or tries >= CONTEXT_TRIES:
+                raise
+            options = replace(options, prompt_bytes=max(1, options.prompt_bytes // 2))
+
+
+async def _once(
+    action: CallModel,
+    model: Model,
+    asked: Ask,
+    max_tokens: int,
+    publish: Publish,
+    interval_s: Callable[[], float],
+) -> ModelStep:
+    parts: list[str] = []
+    written: Written | None = None
+    answer = AnswerText(asked)
+
+    async def pass_on(text: str, replaces: bool) -> None:
+        await publish(action.step, text, replaces)
+
+    fault_point("agent.before_model_call")
+    prompt = Prompt(asked.messages, asked.json_schema, asked.tools, asked.keep_special_tokens)
+    stream = model.generate(
+        prompt,
+        step=action.step,
+        request_id=action.request_id,
+        max_tokens=max_tokens,
+        deadline_s=action.deadline_s,
+    )
+    async with contextlib.aclosing(stream), LiveText(pass_on, interval_s) as live:
+        async for piece in stream:
+            if isinstance(piece, str):
+                parts.append(piece)
+                live.push(answer.push(piece))
+            else:
+                written = piece
+    if written is None:
+        raise SluiceError(Code.INTERNAL, "STREAM_PROTOCOL", "A model call ended without its end.")
+    fault_point("agent.after_model_call")
+    text = "".join(parts)
+    if len(text) > READ_INLINE_CHARS:
+        reply = await asyncio.to_thread(read, text, written.finish_reason, asked, action.step)
+    else:
+        reply = read(text, written.finish_reason, asked, action.step)
+    return ModelStep(
+        step=action.step,
+        message=reply.message,
+        prompt_tokens=written.prompt_tokens,
+        completion_tokens=written.completion_tokens,
+        cost=written.cost,
+        request_id=written.request_id or action.request_id,
+        cached_tokens=written.cached_tokens,
+        problem=reply.problem,
+        messages_left_out=asked.messages_left_out,
+    )

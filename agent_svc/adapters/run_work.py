@@ -1,0 +1,156 @@
+"""What becomes of a claimed run: its history is read, and the loop of its kind works on it.
+
+A run whose spec or events this version does not understand is given back for a while: a newer
+replica may. A fault of this code pauses the run, longer each time, and in the end fails it; so one
+run that finds a fault does not turn for ever. For one event loop.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from agent_svc.adapters.held_run import HeldRun
+from agent_svc.adapters.ingest_run import IngestRun
+from agent_svc.adapters.journal import Journal
+from agent_svc.adapters.task_run import Counts, Manner, TaskRun, TaskWorld
+from agent_svc.domain.ending import Bounds, after_refusal, cancelled_unread
+from agent_svc.domain.history import fold
+from agent_svc.domain.model import Ended, Event
+from agent_svc.run_ports import (
+    Append,
+    Chunks,
+    Documents,
+    GrantedTools,
+    IngestSpec,
+    Models,
+    Phase,
+    Runs,
+    Sessions,
+    Spec,
+    UnreadableError,
+    Usage,
+)
+from sluice import logs
+from sluice.errors import Code, SluiceError, internal
+from sluice.telemetry import Telemetry
+
+UNREADABLE_PAUSE_S: Final = 60.0
+
+log = logs.get(__name__)
+
+GrantTools = Callable[[str, str, Sequence[str]], GrantedTools]
+"""Tenant, run and granted names to the tools of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """The world of runs. ``wall``: Unix time in seconds."""
+
+    runs: Runs
+    sessions: Sessions
+    documents: Documents
+    usage: Usage
+    models: Models
+    tools: GrantTools
+    chunks_of: Chunks
+    wall: Callable[[], float] = time.time
+
+
+class RunWork:
+    """See the module's docstring. ``history_bytes_max``: of one run's events. ``embed_batch``:
+    chunks embedded in one call."""
+
+    def __init__(
+        self,
+        outside: Outside,
+        manner: Manner,
+        telemetry: Telemetry | None = None,
+        *,
+        history_bytes_max: int = 8 << 20,
+        embed_batch: int = 32,
+    ) -> None:
+        self.counts = Counts()
+        self._outside = outside
+        self._manner = manner
+        self._telemetry = telemetry or Telemetry.off()
+        self._history_bytes_max = history_bytes_max
+        self._embed_batch = embed_batch
+
+    async def __call__(self, held: HeldRun) -> Ended | None:
+        """Works on a run until it is given back; its end, if it came."""
+        spec = held.claimed.spec
+        try:
+            if spec is None:
+                raise UnreadableError
+            read = await self._outside.runs.read(held.lease, self._history_bytes_max)
+        except UnreadableError:
+            log.error("a run is not understood here", run_id=held.lease.run_id)
+            await self._give_back(held)
+            return None
+        held.history_bytes = read.size_bytes
+        # Turns of sessions and ingests never were an agent's.
+        counted = not isinstance(spec.work, IngestSpec) and not spec.work.turn
+        bounds = Bounds(spec.budget, held.claimed.create_s, counted)
+        outside = self._outside
+        journal = Journal(held, spec, bounds, outside.runs, fold(read.events), outside.wall)
+        try:
+            return await self._work(held, journal, spec)
+        except SluiceError as error:
+            if error.code not in (Code.INTERNAL, Code.INVALID_ARGUMENT):
+                raise
+            log.failure("a run met a fault", error, run_id=held.lease.run_id)
+        except Exception as error:
+            log.failure("a run met a fault", error, run_id=held.lease.run_id)
+        if journal.history.ended is not None:
+            raise internal("")  # its end cannot be stored; the lease lapses
+        left = after_refusal(bounds, journal.history, internal(""), journal.now_s())
+        return await journal.leave(left)
+
+    async def _work(self, held: HeldRun, journal: Journal, spec: Spec) -> Ended | None:
+        outside, lease, manner = self._outside, held.lease, self._manner
+        model = outside.models.of_run(lease, spec, held.claimed.session_id or lease.run_id)
+        if isinstance(spec.work, IngestSpec):
+            ingest = IngestRun(
+                held,
+                journal,
+                spec.work,
+                outside.documents,
+                model,
+                outside.chunks_of,
+                batch=self._embed_batch,
+                rules=manner.rules,
+            )
+            return await ingest.run()
+        world = TaskWorld(
+            runs=outside.runs,
+            sessions=outside.sessions,
+            usage=outside.usage,
+            model=model,
+            tools=outside.tools(lease.tenant, lease.run_id, spec.work.tools),
+            telemetry=self._telemetry,
+        )
+        return await TaskRun(held, journal, spec, world, manner, self.counts).run()
+
+    async def _give_back(self, held: HeldRun) -> None:
+        """For somebody who understands it; one that is cancelled ends all the same."""
+        claimed = held.claimed
+        events: tuple[Event, ...] = ()
+        now_s = round(self._outside.wall(), 6)
+        phase = Phase.PAUSED
+        if claimed.cancelled:
+            phase = Phase.CANCELLED
+            events = (Event(claimed.last_sequence + 1, now_s, cancelled_unread()),)
+        append = Append(
+            append_id=str(uuid.uuid4()),
+            expected_sequence=claimed.last_sequence,
+            events=events,
+            summary=None,
+            phase=phase,
+            ready_s=now_s + UNREADABLE_PAUSE_S,
+        )
+        held.leaving = True
+        await self._outside.runs.append(held.lease, append)

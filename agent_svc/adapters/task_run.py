@@ -1,0 +1,290 @@
+"""A task or a session's turn, from its claim to its end or to the next who holds it.
+
+The loop asks :func:`next_action` and does what it says; whatever it does is stored before its
+effect is used. Nothing else is remembered: a run that is left in the middle goes on from its
+events. Ends with the lease given back, but when it was lost. For one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, assert_never, cast
+
+from agent_svc.adapters.held_run import HeldRun, InterruptedRunError
+from agent_svc.adapters.journal import Journal
+from agent_svc.adapters.model_step import fitting, model_step
+from agent_svc.adapters.tool_calls import ToolCalls
+from agent_svc.domain.ending import Finish, Pause, Rules, after_refusal
+from agent_svc.domain.history import request_id
+from agent_svc.domain.model import Ended, Message, Task, ToolInfo
+from agent_svc.domain.next_action import (
+    AskPerson,
+    CallModel,
+    CallTools,
+    PlannedCall,
+    Record,
+    next_action,
+)
+from agent_svc.domain.tool_format import Options
+from agent_svc.ports import ToolContext
+from agent_svc.run_ports import GrantedTools, Model, Runs, Sessions, Spec, TaskSpec, Usage
+from sluice import context, logs
+from sluice import telemetry_names as names
+from sluice.errors import SluiceError
+from sluice.telemetry import Span, Telemetry
+
+IN_PLACE_TRIES: Final = 3
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How runs are worked off. ``options``: of prompts; with ``options_by_context`` their length
+    follows the model's context where that is known. ``output_tokens_max``: of a model call whose
+    run sets none. ``in_place_s``: a refused step that may be tried again within this time keeps its
+    lease. ``text_interval_s``: between two messages of live text, as it is now."""
+
+    rules: Rules
+    options: Options
+    options_by_context: bool
+    output_tokens_max: int
+    in_place_s: float
+    text_interval_s: Callable[[], float]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What runs did in this process."""
+
+    steps: int = 0
+    tool_calls: int = 0
+    refused_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TaskWorld:
+    """What a task reaches."""
+
+    runs: Runs
+    sessions: Sessions
+    usage: Usage
+    model: Model
+    tools: GrantedTools
+    telemetry: Telemetry
+
+
+class TaskRun:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        held: HeldRun,
+        journal: Journal,
+        spec: Spec,
+        world: TaskWorld,
+        manner: Manner,
+        counts: Counts,
+    ) -> None:
+        assert isinstance(spec.work, TaskSpec)
+        self._held = held
+        self._journal = journal
+        self._spec = spec
+        self._work = spec.work
+        self._world = world
+        self._manner = manner
+        self._counts = counts
+        self._history: Sequence[Message] = ()
+        self._tries = 0  # refused tries of this step that are not among the events
+        self._output_tokens = self._work.output_tokens_max or manner.output_tokens_max
+        self._options = manner.options
+        if manner.options_by_context:
+            tokens = self._work.context_tokens
+            self._options = fitting(manner.options, tokens, self._output_tokens)
+
+    async def run(self) -> Ended | None:
+        """Works until the run is given back; its end, if it came. Raises SluiceError LEASE_LOST,
+        or what the state service refuses."""
+        claimed, journal = self._held.claimed, self._journal
+        if claimed.session_id and self._work.turn:
+            sessions = self._world.sessions
+            self._history = await sessions.messages(claimed.lease.tenant, claimed.session_id)
+        while True:
+            infos = await self._world.tools.infos() if self._work.tools else ()
+            task = self._task(infos)
+            action = next_action(
+                task,
+                journal.history,
+                journal.now_s(),
+                is_cancelled=self._held.cancelled,
+                decision=claimed.decision,
+                rules=self._manner.rules,
+            )
+            match action:
+                case Record(events):
+                    journal.add(*events)
+                case Finish():
+                    return await self._finish(action)
+                case AskPerson(step, waiting):
+                    await journal.wait(step, waiting)
+                    return None
+                case Pause():
+                    await journal.pause(action)
+                    return None
+                case CallModel() | CallTools() if self._held.draining:
+                    await journal.hand_over()
+                    return None
+                case CallModel():
+                    if (left := await self._call_model(task, action)) is not None:
+                        return await self._leave(left)
+                case CallTools():
+                    await self._call_tools(action, infos)
+                case _:
+                    assert_never(action)
+
+    def _task(self, infos: Sequence[ToolInfo]) -> Task:
+        work = self._work
+        schema = json.loads(work.answer_schema_json) if work.answer_schema_json else None
+        return Task(
+            run_id=self._held.lease.run_id,
+            messages=work.messages,
+            tools=tuple(infos),
+            choice=work.choice,
+            budget=self._spec.budget,
+            create_s=self._held.claimed.create_s,
+            answer_schema=cast("Mapping[str, object] | None", schema),
+            turn=work.turn,
+            history=self._history,
+        )
+
+    # --- effects ---------------------------------------------------------------------------------
+
+    async def _call_model(self, task: Task, action: CallModel) -> Pause | Finish | None:
+        """One model call; what ends this run or gives it back, if the call could not be made."""
+        await self._journal.store()
+        span = self._span("model", action.step)
+        reason: str | None = None
+        try:
+            await self._held.until_valid()
+            context.traceparent.set(span.traceparent)  # calls of this task carry it
+            step = await self._held.effect(
+                model_step(
+                    task,
+                    self._journal.history,
+                    action,
+                    self._world.model,
+                    options=self._options,
+                    max_tokens=min(self._output_tokens, action.tokens_left),
+                    publish=self._publish,
+                    interval_s=self._manner.text_interval_s,
+                )
+            )
+        except InterruptedRunError:
+            reason = "INTERRUPTED"
+            return None
+        except SluiceError as error:
+            reason = error.reason
+            self._counts.refused_steps += 1
+            return await self._refused(error)
+        finally:
+            span.end(reason)
+        self._tries = 0
+        self._counts.steps += 1
+        self._journal.add(step)
+        return None
+
+    async def _refused(self, error: SluiceError) -> Pause | Finish | None:
+        """What follows from a refused step; None: it was waited out here."""
+        journal, manner = self._journal, self._manner
+        now_s = journal.now_s()
+        after = after_refusal(
+            journal.bounds,
+            journal.history,
+            error,
+            now_s,
+            tries=self._tries,
+            spread=random.random(),
+            rules=manner.rules,
+        )
+        if isinstance(after, Finish):
+            return after
+        wait_s = after.ready_s - now_s
+        if wait_s > manner.in_place_s or self._tries >= IN_PLACE_TRIES:
+            return after
+        self._tries += 1
+        with contextlib.suppress(InterruptedRunError):
+            await self._held.effect(asyncio.sleep(wait_s))
+        return None
+
+    async def _call_tools(self, action: CallTools, infos: Sequence[ToolInfo]) -> None:
+        self._journal.add(*(planned.started for planned in action.calls if not planned.begun))
+        await self._journal.store()
+        calls = ToolCalls(self._journal, self._world.tools, self._context)
+        span = self._span("tools", action.calls[0].step)
+        context.traceparent.set(span.traceparent)
+        try:
+            await self._held.until_valid()
+            await self._held.effect(calls.make(action, infos))
+        except InterruptedRunError:
+            return
+        finally:
+            self._counts.tool_calls += calls.made
+            span.end()
+
+    def _span(self, kind: str, step: int) -> Span:
+        lease = self._held.lease
+        span = self._world.telemetry.span(names.SPAN_STEP, self._spec.traceparent)
+        if span.recording:
+            span.set(names.ATTR_TENANT, lease.tenant)
+            span.set(names.ATTR_RUN_ID, lease.run_id)
+            span.set(names.ATTR_STEP, step)
+            span.set(names.ATTR_STEP_KIND, kind)
+        return span
+
+    async def _publish(self, step: int, text: str, replaces: bool) -> None:
+        await self._world.runs.publish(self._held.lease, step, text, replaces=replaces)
+
+    async def _embed(self, step: int, texts: Sequence[str], deadline_s: float) -> Sequence[bytes]:
+        identifier = request_id(self._held.lease.run_id, step)
+        return await self._world.model.embed(texts, request_id=identifier, deadline_s=deadline_s)
+
+    def _context(self, planned: PlannedCall, left_s: float) -> ToolContext:
+        return ToolContext(
+            tenant=self._held.lease.tenant,
+            run_id=self._held.lease.run_id,
+            idempotency_key=planned.idempotency_key,
+            deadline_s=left_s,
+            traceparent=context.traceparent.get(),
+            embed=partial(self._embed, planned.step),
+        )
+
+    # --- the ways out ----------------------------------------------------------------------------
+
+    async def _leave(self, left: Pause | Finish) -> Ended | None:
+        if isinstance(left, Finish):
+            return await self._finish(left)
+        await self._journal.pause(left)
+        return None
+
+    async def _finish(self, action: Finish) -> Ended:
+        end = action.events[-1]
+        assert isinstance(end, Ended)
+        if end.agent_not_needed:
+            # Before the end, after which nobody comes back to it; told twice it counts once.
+            lease = self._held.lease
+            try:
+                await self._world.usage.agent_not_needed(
+                    lease.tenant, lease.run_id, self._spec.model
+                )
+            except SluiceError as error:
+                log.warning("a run that was not needed is not counted", reason=error.reason)
+        said: tuple[Message, ...] = ()
+        if self._held.claimed.session_id:
+            said = (*self._work.messages, Message("assistant", end.answer))
+        return await self._journal.finish(action, said)

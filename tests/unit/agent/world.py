@@ -1,0 +1,484 @@
+"""A world for agent services in one process: the twin of the state service's client, a scripted
+model, tools with effects, all under the virtual clock.
+
+The twin keeps what the ports promise (agent_svc/run_ports.py): leases with fencing tokens, appends
+that are guarded, atomic and repeatable, marks, decisions, orders. A crash is the end of an agent's
+tasks: what the world holds stays, what the agent knew is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agent_svc.adapters.run_work import Outside, RunWork
+from agent_svc.adapters.task_run import Manner
+from agent_svc.adapters.worker import Limits, Worker
+from agent_svc.domain.ending import Rules
+from agent_svc.domain.model import (
+    Budget,
+    Choice,
+    Effect,
+    Event,
+    Kind,
+    Message,
+    Queued,
+    Resumed,
+    RunId,
+    ToolInfo,
+)
+from agent_svc.domain.tool_format import Options
+from agent_svc.ports import ToolContext, ToolError, ToolResult
+from agent_svc.run_ports import (
+    Append,
+    Claimed,
+    Claims,
+    DocumentContent,
+    IngestSpec,
+    LeaseKey,
+    LeaseState,
+    Order,
+    Phase,
+    Prompt,
+    Spec,
+    StoredEvents,
+    Summary,
+    TaskSpec,
+    UnreadableError,
+    VectorChunk,
+    Written,
+)
+from sluice.errors import Code, SluiceError, unavailable
+
+UNIX_S = 1_700_000_000.0
+POLL_S = 0.5
+ENDED = {Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED}
+READY = {Phase.QUEUED, Phase.PAUSED, Phase.RUNNING}
+WIDE = Budget(steps_max=50, tokens_max=100_000, tool_calls_max=20, wall_time_s=600.0, cost_max=50.0)
+
+
+def lease_lost() -> SluiceError:
+    return SluiceError(Code.ABORTED, "LEASE_LOST", "x")
+
+
+@dataclass
+class Run:
+    """A run as the twin stores it."""
+
+    tenant: str
+    run_id: RunId
+    spec: Spec | None
+    create_s: float
+    session_id: str = ""
+    phase: Phase = Phase.QUEUED
+    due: float = 0.0
+    events: list[Event] = field(default_factory=list)
+    token: int = 0
+    holder: str = ""
+    cancelled: bool = False
+    decision: Resumed | None = None
+    waiting_step: int = 0
+    summary: Summary | None = None
+    last_append: str = ""
+    claims: int = 0
+
+    @property
+    def kinds(self) -> list[Kind]:
+        return [event.kind for event in self.events]
+
+
+class MemoryState:
+    """The twin: ports Runs, Sessions, Documents and Usage at once. ``down`` lets every call fail as
+    an unreachable service does; ``lost_replies`` lets that many appends happen and say they did
+    not."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.runs: dict[tuple[str, RunId], Run] = {}
+        self.sessions: dict[str, list[Message]] = {}
+        self.documents: dict[tuple[str, str, str], DocumentContent] = {}
+        self.chunks: dict[int, VectorChunk] = {}
+        self.chunk_writes: Counter[int] = Counter()
+        self.complete = False
+        self.needless: set[RunId] = set()
+        self.texts: defaultdict[RunId, list[tuple[int, str, bool]]] = defaultdict(list)
+        self.down = False
+        self.orders_down = False
+        self.lost_replies = 0
+        self.calls: Counter[str] = Counter()
+        self._orders: dict[str, asyncio.Queue[Order]] = {}
+
+    # What schedulers do.
+
+    def create(
+        self, run_id: str, spec: Spec | None, *, tenant: str = "t", session: str = ""
+    ) -> Run:
+        """Stores a run."""
+        run = Run(tenant, RunId(run_id), spec, round(UNIX_S + self.clock(), 6), session)
+        run.due = self.clock()
+        run.events.append(Event(1, run.create_s, Queued("ALLOWED")))
+        self.runs[tenant, run.run_id] = run
+        self._tell(run, cancelled=False)
+        return run
+
+    def cancel(self, run: Run) -> None:
+        """Marks a run as cancelled."""
+        if run.phase in ENDED:
+            return
+        run.cancelled = True
+        self._tell(run, cancelled=True)
+        if run.phase is not Phase.RUNNING:
+            run.phase, run.due = Phase.QUEUED, self.clock()
+            self._tell(run, cancelled=False)
+
+    def resume(self, run: Run, decision: Resumed) -> None:
+        """Stores a decision."""
+        assert run.phase is Phase.WAITING
+        assert run.waiting_step == decision.step
+        run.decision = decision
+        run.phase, run.due = Phase.QUEUED, self.clock()
+        self._tell(run, cancelled=False)
+
+    def _tell(self, run: Run, *, cancelled: bool) -> None:
+        if not self.orders_down:
+            for queue in self._orders.values():
+                queue.put_nowait(Order(run.tenant, run.run_id, cancelled))
+
+    # What agents do.
+
+    async def _network(self, call: str) -> None:
+        self.calls[call] += 1
+        await asyncio.sleep(0.001)
+        if self.down:
+            raise unavailable("STATE_UNREACHABLE", "x")
+
+    async def claim(self, holder: str, runs_max: int, lease_s: float) -> Claims:
+        await self._network("claim")
+        now = self.clock()
+        claimed: list[Claimed] = []
+        for run in list(self.runs.values()):
+            if len(claimed) < runs_max and run.phase in READY and run.due <= now:
+                run.token += 1
+                run.claims += 1
+                run.holder, run.phase, run.due = holder, Phase.RUNNING, now + lease_s
+                claimed.append(
+                    Claimed(
+                        LeaseKey(run.tenant, run.run_id, run.token),
+                        run.spec,
+                        run.create_s,
+                        len(run.events),
+                        run.cancelled,
+                        run.decision,
+                        run.session_id,
+                    )
+                )
+        return Claims(tuple(claimed), POLL_S)
+
+    def _held(self, lease: LeaseKey) -> Run:
+        run = self.runs[lease.tenant, lease.run_id]
+        if run.token != lease.token or run.phase is not Phase.RUNNING:
+            raise lease_lost()
+        return run
+
+    async def read(self, lease: LeaseKey, bytes_max: int) -> StoredEvents:
+        await self._network("read")
+        run = self.runs[lease.tenant, lease.run_id]
+        if run.spec is None:
+            raise UnreadableError
+        return StoredEvents(tuple(run.events), 100 * len(run.events))
+
+    async def renew(self, leases: Sequence[LeaseKey], lease_s: float) -> list[LeaseState]:
+        await self._network("renew")
+        states = []
+        for lease in leases:
+            run = self.runs[lease.tenant, lease.run_id]
+            held = run.token == lease.token and run.phase is Phase.RUNNING
+            if held:
+                run.due = self.clock() + lease_s
+            states.append(LeaseState(held, run.cancelled))
+        return states
+
+    async def append(self, lease: LeaseKey, append: Append) -> None:
+        await self._network("append")
+        run = self.runs[lease.tenant, lease.run_id]
+        if run.token != lease.token:
+            raise lease_lost()
+        if run.last_append != append.append_id:
+            self._held(lease)
+            if append.expected_sequence != len(run.events):
+                raise SluiceError(Code.ABORTED, "VERSION_CONFLICT", "x")
+            self._apply(run, append)
+        if self.lost_replies:
+            self.lost_replies -= 1
+            raise unavailable("STATE_UNREACHABLE", "x")
+
+    def _apply(self, run: Run, append: Append) -> None:
+        assert [e.sequence for e in append.events] == list(
+            range(len(run.events) + 1, len(run.events) + 1 + len(append.events))
+        )
+        assert run.phase not in ENDED
+        run.last_append = append.append_id
+        run.events += append.events
+        run.summary = append.summary or run.summary
+        if append.events:
+            run.decision = None
+        if append.phase is Phase.RUNNING:
+            return
+        run.phase, run.holder = append.phase, ""
+        run.waiting_step = append.waiting_step
+        if append.phase is Phase.PAUSED:
+            run.due = append.ready_s - UNIX_S
+        elif append.phase is Phase.QUEUED:
+            run.due = self.clock()
+        if append.phase is Phase.SUCCEEDED and run.session_id:
+            self.sessions[run.session_id] += append.session_messages
+
+    async def publish(self, lease: LeaseKey, step: int, text: str, *, replaces: bool) -> None:
+        await self._network("publish")
+        self._held(lease)
+        self.texts[lease.run_id].append((step, text, replaces))
+
+    async def orders(self, holder: str) -> AsyncIterator[Order | None]:
+        await self._network("orders")
+        queue = self._orders[holder] = asyncio.Queue()
+        try:
+            yield None
+            while True:
+                yield await queue.get()
+        finally:
+            self._orders.pop(holder, None)
+
+    async def messages(self, tenant: str, session_id: str) -> Sequence[Message]:
+        await self._network("messages")
+        return tuple(self.sessions[session_id])
+
+    async def content(self, tenant: str, collection: str, document_id: str) -> DocumentContent:
+        await self._network("content")
+        return self.documents[tenant, collection, document_id]
+
+    async def store(
+        self, tenant: str, spec: IngestSpec, chunks: Sequence[VectorChunk], total: int | None
+    ) -> None:
+        await self._network("store")
+        document = self.documents.get((tenant, spec.collection, spec.document_id))
+        if document is None or document.generation != spec.generation:
+            raise SluiceError(Code.ABORTED, "GENERATION_REPLACED", "x")
+        for chunk in chunks:
+            self.chunks[chunk.number] = chunk
+            self.chunk_writes[chunk.number] += 1
+        if total is not None:
+            assert sorted(self.chunks) == list(range(total))
+            self.complete = True
+
+    async def agent_not_needed(self, tenant: str, run_id: RunId, model: str) -> None:
+        await self._network("usage")
+        self.needless.add(run_id)
+
+
+@dataclass
+class Script:
+    """What the model writes and the tools do. ``replies``: text by model call of a run, or an error
+    to raise; calls beyond the list repeat the last."""
+
+    replies: list[str | SluiceError] = field(default_factory=lambda: [answer("done")])
+    model_s: float = 0.2
+    tool_s: float = 0.1
+    context_tokens: int = 0
+    prompts: list[Prompt] = field(default_factory=list)
+    model_calls: Counter[str] = field(default_factory=Counter)  # by request id
+    effects: Counter[str] = field(default_factory=Counter)  # calls made, by idempotency key
+    ended: Counter[str] = field(default_factory=Counter)  # calls that ended, by key
+    errors: dict[str, list[ToolError]] = field(default_factory=dict)  # by tool, one per try
+    embeds: int = 0
+
+
+def calls(*wanted: tuple[str, dict[str, Any]]) -> str:
+    """A reply that asks for calls."""
+    return json.dumps({"calls": [{"tool": name, "arguments": given} for name, given in wanted]})
+
+
+def answer(text: str) -> str:
+    """A reply that answers."""
+    return json.dumps({"answer": text})
+
+
+class ScriptedModels:
+    """Port Models. The reply is that of the run's number of recorded steps, so a call that was lost
+    is answered alike."""
+
+    def __init__(self, script: Script, state: MemoryState) -> None:
+        self._script = script
+        self._state = state
+
+    def of_run(self, lease: LeaseKey, spec: Spec, affinity: str) -> ScriptedModel:
+        return ScriptedModel(self._script, self._state.runs[lease.tenant, lease.run_id])
+
+
+class ScriptedModel:
+    def __init__(self, script: Script, run: Run) -> None:
+        self._script = script
+        self._run = run
+
+    async def generate(
+        self, prompt: Prompt, *, step: int, request_id: str, max_tokens: int, deadline_s: float
+    ) -> AsyncGenerator[str | Written, None]:
+        script = self._script
+        script.prompts.append(prompt)
+        script.model_calls[request_id] += 1
+        done = sum(type(kind).__name__ == "ModelStep" for kind in self._run.kinds)
+        done += sum(type(kind).__name__ == "Paused" for kind in self._run.kinds)
+        reply = script.replies[min(done, len(script.replies) - 1)]
+        if isinstance(reply, SluiceError):
+            await asyncio.sleep(0.001)
+            raise reply
+        for at in range(0, len(reply), 20):
+            await asyncio.sleep(script.model_s / max(1, len(reply) / 20))
+            yield reply[at : at + 20]
+        yield Written("stop", 20, 10, 0, 0.25, request_id)
+
+    async def embed(
+        self, texts: Sequence[str], *, request_id: str, deadline_s: float
+    ) -> Sequence[bytes]:
+        await asyncio.sleep(self._script.model_s)
+        self._script.embeds += len(texts)
+        return [text.encode()[:4].ljust(4) for text in texts]
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+TOOLS = {
+    name: ToolInfo(name, f"Does {name}.", SCHEMA, effect, needs_approval=name == "sign")
+    for name, effect in (
+        ("find", Effect.READ),
+        ("put", Effect.IDEMPOTENT),
+        ("pay", Effect.ONCE),
+        ("sign", Effect.READ),
+    )
+}
+
+
+class ScriptedTools:
+    """Port GrantedTools: each call has an effect at its beginning and takes its time."""
+
+    def __init__(self, script: Script, names: Sequence[str]) -> None:
+        self._script = script
+        self._names = names
+
+    async def infos(self) -> Sequence[ToolInfo]:
+        return [TOOLS[name] for name in self._names if name in TOOLS]
+
+    async def call(
+        self, name: str, arguments_json: str, context: ToolContext, *, approved: bool = False
+    ) -> ToolResult:
+        assert name in self._names
+        script, key = self._script, context.idempotency_key
+        await asyncio.sleep(script.tool_s / 2)
+        script.effects[key] += 1
+        if left := script.errors.get(name):
+            raise left.pop(0)
+        await asyncio.sleep(script.tool_s / 2)
+        script.ended[key] += 1
+        return ToolResult(json.dumps({"got": json.loads(arguments_json)}))
+
+
+@dataclass
+class Agent:
+    """One agent service."""
+
+    worker: Worker
+    task: asyncio.Task[None]
+
+    async def crash(self) -> None:
+        """The process is gone."""
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+class World:
+    """State, script and agents. Use inside a virtual loop."""
+
+    def __init__(self, script: Script | None = None) -> None:
+        self.clock = asyncio.get_running_loop().time
+        self.state = MemoryState(self.clock)
+        self.script = script or Script()
+        self.agents: list[Agent] = []
+        self.manner = Manner(
+            rules=Rules(),
+            options=Options(),
+            options_by_context=True,
+            output_tokens_max=512,
+            in_place_s=1.0,
+            text_interval_s=lambda: 0.04,
+        )
+        self.limits = Limits()
+
+    def agent(self) -> Agent:
+        """Starts an agent service."""
+        outside = Outside(
+            runs=self.state,
+            sessions=self.state,
+            documents=self.state,
+            usage=self.state,
+            models=ScriptedModels(self.script, self.state),
+            tools=lambda tenant, run_id, names: ScriptedTools(self.script, names),
+            chunks_of=chunks_of,
+            wall=lambda: UNIX_S + self.clock(),
+        )
+        work = RunWork(outside, self.manner, embed_batch=4)
+        name = f"agent-{len(self.agents)}"
+        worker = Worker(name, self.state, work, self.limits, clock=self.clock)
+        made = Agent(worker, asyncio.get_running_loop().create_task(worker.run()))
+        self.agents.append(made)
+        return made
+
+    def run(self, run_id: str = "r1", *, session: str = "", **fields: Any) -> Run:
+        """Stores a task. Fields of TaskSpec, and `budget`."""
+        budget = fields.pop("budget", WIDE)
+        work = TaskSpec(
+            messages=(Message("user", "Do it."),),
+            tools=tuple(TOOLS),
+            choice=Choice.AUTO,
+            answer_schema_json="",
+            turn=False,
+            context_tokens=8192,
+            output_tokens_max=None,
+        )
+        return self.state.create(
+            run_id, Spec(replace(work, **fields), budget, b""), session=session
+        )
+
+    async def until(self, condition: Callable[[], bool], limit_s: float = 300.0) -> float:
+        """Waits; the seconds it took."""
+        begin = self.clock()
+        while not condition():
+            assert self.clock() - begin < limit_s, "not in time"
+            await asyncio.sleep(0.01)
+        return self.clock() - begin
+
+    async def until_ended(self, *runs: Run, limit_s: float = 300.0) -> None:
+        """Waits until these runs have ended."""
+        await self.until(lambda: all(run.phase in ENDED for run in runs), limit_s)
+
+    async def close(self) -> None:
+        """Ends the agents."""
+        for agent in self.agents:
+            await agent.crash()
+
+
+@dataclass(frozen=True)
+class Line:
+    number: int
+    text: str
+    begin_byte: int
+    end_byte: int
+
+
+async def chunks_of(content: bytes, media_type: str) -> list[Line]:
+    """A chunk for each line."""
+    await asyncio.sleep(0.01)
+    return [
+        Line(number, line, 0, len(line)) for number, line in enumerate(content.decode().split())
+    ]
