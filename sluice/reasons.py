@@ -223,6 +223,20 @@ RUNS: Final[Mapping[str, Reason]] = {
     ),
     "STREAM_PROTOCOL": _reason(Code.INTERNAL, "call", "A model call ended without its end."),
     "LEASE_LOST": _reason(Code.ABORTED, "run", "Another agent service holds the run now."),
+    # Stored runs and sessions. `limit` names the bound, a setting of the state service.
+    "RUN_UNKNOWN": _reason(_NONE, "run", "No such run of this tenant."),
+    "NOT_WAITING": _reason(_NOT_NOW, "run", "The run does not wait at this step."),
+    "TOO_MANY_RUNS": _reason(
+        _BUSY, "tenant", "The tenant has as many open runs as it may have.", delay=True
+    ),
+    "RUN_FULL": _reason(_NOT_NOW, "run", "The run is at a bound; it can only be ended."),
+    "RUNS_FULL": _reason(_BUSY, "tenant", "The tenant's runs are at a bound.", delay=True),
+    "SESSION_UNKNOWN": _reason(_NONE, "session", "No such session of this tenant."),
+    "SESSION_BUSY": _reason(
+        Code.ABORTED, "session", "A run has the session's turn; one turn at a time.", delay=True
+    ),
+    "SESSION_FULL": _reason(_NOT_NOW, "session", "The session is at a bound."),
+    "SESSIONS_FULL": _reason(_BUSY, "tenant", "The tenant's sessions are at a bound.", delay=True),
 }
 
 EDGE: Final[Mapping[str, Reason]] = {

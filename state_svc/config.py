@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sluice.config import section, setting
+from state_svc.domain.run_values import RunLimits, SessionLimits
 
 
 @section("state")
@@ -22,7 +23,7 @@ class StateConfig:
     volatile_url: str = setting(
         "",
         secret=True,
-        help="Redis or Valkey for quotas and decision records. Empty: the durable one.",
+        help="Redis or Valkey for quotas, decision records and live text. Empty: the durable one.",
     )
     store_timeout_s: float = setting(
         0.5, unit="s", ge=0.01, le=30.0, help="Longest wait for a reply of the store."
@@ -79,6 +80,41 @@ class StateConfig:
     searches_max: int = setting(
         64, unit="searches", ge=1, le=10000, help="Searches in progress; more are refused."
     )
+    runs_open_max: int = setting(
+        2000, unit="runs", ge=1, le=1000000, help="Runs of a tenant that have not ended."
+    )
+    runs_bytes_max: int = setting(
+        134217728,
+        unit="bytes",
+        ge=8388608,
+        le=1099511627776,
+        help="All stored runs of a tenant; ended ones older than a day make room.",
+    )
+    run_events_max: int = setting(
+        10000, unit="events", ge=100, le=1000000, help="Events of a run, its end excepted."
+    )
+    run_bytes_max: int = setting(
+        16777216,
+        unit="bytes",
+        ge=8388608,
+        le=1073741824,
+        help="Task and events of a run, its end excepted.",
+    )
+    runs_kept_s: int = setting(
+        604800, unit="s", ge=86400, le=31536000, help="How long an ended run is kept."
+    )
+    sessions_max: int = setting(
+        10000, unit="sessions", ge=1, le=1000000, help="Sessions of a tenant."
+    )
+    sessions_bytes_max: int = setting(
+        134217728, unit="bytes", ge=8388608, le=1099511627776, help="All sessions of a tenant."
+    )
+    session_messages_max: int = setting(
+        10000, unit="messages", ge=2, le=1000000, help="Messages of a session."
+    )
+    session_bytes_max: int = setting(
+        8388608, unit="bytes", ge=1048576, le=1073741824, help="Messages of a session together."
+    )
     deadline_s: float = setting(
         5.0, unit="s", ge=0.1, le=60.0, help="Deadline of a call that sets none, and the longest."
     )
@@ -87,4 +123,25 @@ class StateConfig:
     )
     probe_lag_s: float = setting(
         1.0, unit="s", ge=0.0, le=60.0, help="From NOT_SERVING to the end of the watches."
+    )
+
+
+def run_limits(config: StateConfig) -> RunLimits:
+    """The bounds of a tenant's runs."""
+    return RunLimits(
+        open_max=config.runs_open_max,
+        tenant_bytes_max=config.runs_bytes_max,
+        events_max=config.run_events_max,
+        run_bytes_max=config.run_bytes_max,
+        kept_ms=config.runs_kept_s * 1000,
+    )
+
+
+def session_limits(config: StateConfig) -> SessionLimits:
+    """The bounds of a tenant's sessions."""
+    return SessionLimits(
+        sessions_max=config.sessions_max,
+        tenant_bytes_max=config.sessions_bytes_max,
+        messages_max=config.session_messages_max,
+        session_bytes_max=config.session_bytes_max,
     )

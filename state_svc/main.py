@@ -25,6 +25,10 @@ from sluice.state.v1 import (
     fleet_pb2_grpc,
     quota_pb2,
     quota_pb2_grpc,
+    runs_pb2,
+    runs_pb2_grpc,
+    sessions_pb2,
+    sessions_pb2_grpc,
     tenants_pb2,
     tenants_pb2_grpc,
     tools_pb2,
@@ -42,17 +46,23 @@ from state_svc.adapters.ledger_servicers import DecisionServicer, UsageServicer
 from state_svc.adapters.matrix_index import IndexLimits, MatrixIndex
 from state_svc.adapters.quota_servicer import QuotaServicer
 from state_svc.adapters.registry_watch import RegistryWatch
+from state_svc.adapters.run_servicer import RunServicer
 from state_svc.adapters.schema import ensure_schema
+from state_svc.adapters.session_servicer import SessionServicer
 from state_svc.adapters.tenant_servicer import TenantServicer
 from state_svc.adapters.tools_servicer import ToolServicer
 from state_svc.adapters.valkey_documents import ValkeyDocuments
+from state_svc.adapters.valkey_feed import ValkeyFeed
 from state_svc.adapters.valkey_ledger import ValkeyDecisions, ValkeyUsage
 from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.adapters.valkey_quota import ValkeyQuotaStore
 from state_svc.adapters.valkey_registry import ValkeyRegistry
+from state_svc.adapters.valkey_runs import ValkeyRuns
+from state_svc.adapters.valkey_sessions import ValkeySessions
+from state_svc.adapters.valkey_text import ValkeyTexts
 from state_svc.adapters.valkey_values import ValkeyBlobs, ValkeyValues
 from state_svc.adapters.values_servicers import BlobServicer, KeyValueServicer
-from state_svc.config import StateConfig
+from state_svc.config import StateConfig, run_limits, session_limits
 from state_svc.ports import ValueLimits
 from state_svc.ports_documents import DocumentLimits
 
@@ -62,6 +72,8 @@ _FILES: Final[tuple[FileDescriptor, ...]] = (
     documents_pb2.DESCRIPTOR,
     fleet_pb2.DESCRIPTOR,
     quota_pb2.DESCRIPTOR,
+    runs_pb2.DESCRIPTOR,
+    sessions_pb2.DESCRIPTOR,
     tenants_pb2.DESCRIPTOR,
     tools_pb2.DESCRIPTOR,
     usage_pb2.DESCRIPTOR,
@@ -109,6 +121,12 @@ class Parts:
             documents, IndexLimits(config.index_bytes_max, config.searches_max)
         )
         self.documents = DocumentServicer(documents, self.index, config.deadline_s)
+        sizes, session_sizes = run_limits(config), session_limits(config)
+        self.feed = ValkeyFeed(durable, volatile)
+        self.runs = RunServicer(
+            ValkeyRuns(durable, sizes, session_sizes), ValkeyTexts(volatile), self.feed
+        )
+        self.sessions = SessionServicer(ValkeySessions(durable, session_sizes))
         self._components = {name: health.component(name) for name in self._links}
         for component in self._components.values():
             component.down("not reached yet")
@@ -125,6 +143,8 @@ class Parts:
         values_pb2_grpc.add_BlobServiceServicer_to_server(self.blobs, server.grpc)
         tools_pb2_grpc.add_ToolServiceServicer_to_server(self.tools, server.grpc)
         documents_pb2_grpc.add_DocumentServiceServicer_to_server(self.documents, server.grpc)
+        runs_pb2_grpc.add_RunServiceServicer_to_server(self.runs, server.grpc)
+        sessions_pb2_grpc.add_SessionServiceServicer_to_server(self.sessions, server.grpc)
         for name in SERVICES:
             server.add_service(name)
 
@@ -132,6 +152,7 @@ class Parts:
         """Runs every task until cancelled; one that fails ends the process."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.watch.run())
+            group.create_task(self.feed.run_forever())
             for name, link in self._links.items():
                 component = self._components[name]
                 group.create_task(link.watch(ensure_schema, component.up, component.down))
@@ -139,6 +160,7 @@ class Parts:
     async def drain(self) -> None:
         """Ends the watches; everything else is short."""
         self.watch.close()
+        self.feed.close()
 
     async def close(self) -> None:
         """Ends what is being read and closes the connections to the stores."""

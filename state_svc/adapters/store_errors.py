@@ -6,7 +6,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from sluice.errors import Code, SluiceError, failed_precondition, not_found, unavailable
+from sluice.errors import (
+    Code,
+    SluiceError,
+    exhausted,
+    failed_precondition,
+    not_found,
+    unavailable,
+)
+from state_svc.domain.run_values import (
+    LeaseLostError,
+    LimitError,
+    NotWaitingError,
+    RunFullError,
+    RunsFullError,
+    RunUnknownError,
+    SessionBusyError,
+    SessionFullError,
+    SessionsFullError,
+    SessionUnknownError,
+    TooManyRunsError,
+)
 from state_svc.ports import (
     LimitReachedError,
     NameTakenError,
@@ -17,11 +37,73 @@ from state_svc.ports import (
 )
 
 RETRY_AFTER_S: Final = 0.5
+FULL_RETRY_S: Final = 10.0  # runs and sessions end by themselves
+BUSY_RETRY_S: Final = 1.0
 
 
 def store_unavailable() -> SluiceError:
     """UNAVAILABLE: the store is slow, frozen or gone. What was asked may have happened."""
     return unavailable("STORE_UNAVAILABLE", "The store does not answer now.", RETRY_AFTER_S)
+
+
+def _run_error(error: Exception) -> SluiceError:
+    """What callers see of a refusal in ``state_svc/domain/run_values.py``."""
+    match error:
+        case RunUnknownError():
+            return not_found("RUN_UNKNOWN", "There is no such run.")
+        case SessionUnknownError():
+            return not_found("SESSION_UNKNOWN", "There is no such session.")
+        case SessionBusyError():
+            return SluiceError(
+                Code.ABORTED,
+                "SESSION_BUSY",
+                "A run has the session's turn.",
+                retry_after_s=BUSY_RETRY_S,
+            )
+        case LeaseLostError():
+            return SluiceError(
+                Code.ABORTED, "LEASE_LOST", "The run is not held under this token any more."
+            )
+        case NotWaitingError():
+            return failed_precondition("NOT_WAITING", "The run does not wait at this step.")
+        case TooManyRunsError():
+            return exhausted(
+                "TOO_MANY_RUNS", "The tenant has as many open runs as it may have.", FULL_RETRY_S
+            )
+        case LimitError():
+            return _full(error)
+    raise error
+
+
+def _full(error: LimitError) -> SluiceError:
+    metadata = {"limit": error.limit}
+    match error:
+        case RunFullError():
+            return failed_precondition(
+                "RUN_FULL", "The run is at a bound; it can only be ended.", metadata=metadata
+            )
+        case SessionFullError():
+            return failed_precondition(
+                "SESSION_FULL", "The session is at a bound.", metadata=metadata
+            )
+        case RunsFullError():
+            text = "The tenant's runs are at a bound."
+            return exhausted("RUNS_FULL", text, FULL_RETRY_S, metadata=metadata)
+        case SessionsFullError():
+            text = "The tenant's sessions are at a bound."
+            return exhausted("SESSIONS_FULL", text, FULL_RETRY_S, metadata=metadata)
+    raise error
+
+
+_RUN_ERRORS: Final = (
+    RunUnknownError,
+    SessionUnknownError,
+    SessionBusyError,
+    LeaseLostError,
+    NotWaitingError,
+    TooManyRunsError,
+    LimitError,
+)
 
 
 @contextmanager
@@ -49,3 +131,5 @@ def store_errors() -> Iterator[None]:
         raise SluiceError(Code.ALREADY_EXISTS, "ALREADY_EXISTS", "It is in use already.") from error
     except ParentMissingError as error:
         raise not_found("TENANT_UNKNOWN", "There is no such tenant.") from error
+    except _RUN_ERRORS as error:
+        raise _run_error(error) from error

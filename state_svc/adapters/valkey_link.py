@@ -43,10 +43,11 @@ def text(value: bytes | str) -> str:
 
 
 class Script:
-    """A Lua script of this package, by file name."""
+    """A Lua script of this package, by file names; several are one, in this order."""
 
-    def __init__(self, name: str) -> None:
-        self.text = (resources.files("state_svc.adapters") / name).read_text(encoding="utf-8")
+    def __init__(self, *names: str) -> None:
+        folder = resources.files("state_svc.adapters")
+        self.text = "".join((folder / name).read_text(encoding="utf-8") for name in names)
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -76,6 +77,10 @@ class ValkeyLink:
             maint_notifications_config=MaintNotificationsConfig(enabled=False),
         )
         self.client: Redis = Redis(connection_pool=self._pool)
+
+    def own_connection(self) -> Any:
+        """A connection beside the pool, not connected yet, for one who listens; theirs to close."""
+        return self._pool.make_connection()  # type: ignore[no-untyped-call]
 
     async def run(self, call: Callable[[Redis], Awaitable[T]]) -> T:
         """``call(client)`` within the bound. Raises StoreUnavailableError."""

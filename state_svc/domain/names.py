@@ -9,6 +9,8 @@ from sluice.errors import invalid
 
 _TENANT: Final = re.compile(r"[a-z0-9-]{1,64}")
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_HOLDER: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_UUID: Final = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _MODEL: Final = re.compile(r"[A-Za-z0-9_.:/@+-]{1,256}")
 _KEY: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 _ITEM: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -25,6 +27,17 @@ def check_tenant(name: str, field: str) -> str:
 def check_request_id(value: str, field: str) -> str:
     """The id, if it can be one. Raises INVALID_ARGUMENT."""
     return _check(_REQUEST_ID, value, field)
+
+
+def check_holder(value: str, field: str) -> str:
+    """The name, if it can be one of an agent service. Raises INVALID_ARGUMENT."""
+    return _check(_HOLDER, value, field)
+
+
+def check_uuid(value: str, field: str) -> str:
+    """The identifier, if it is a UUID in lower case: nothing could follow it in a key. Raises
+    INVALID_ARGUMENT."""
+    return _check(_UUID, value, field)
 
 
 def check_model(value: str, field: str) -> str:
