@@ -187,6 +187,9 @@ ADMIN: Final[Mapping[str, Reason]] = {
     "TENANT_UNKNOWN": _reason(_NONE, "tenant", "No such tenant."),
     "ALIAS_UNKNOWN": _reason(_NONE, "model", "No such alias."),
     "INSTANCE_UNKNOWN": _reason(_NONE, "instance", "No such instance."),
+    "TOOL_FIELD_NOT_ALLOWED": _reason(
+        _BAD, "tool", "A field that only tools of the configuration may have; it is named."
+    ),
     "ALREADY_EXISTS": _reason(Code.ALREADY_EXISTS, "request", "It exists already."),
     "REGISTRY_FULL": _reason(_NOT_NOW, "mesh", "There are as many as there may be."),
     "VERSION_CONFLICT": _reason(Code.ABORTED, "request", "Somebody else changed it meanwhile."),
@@ -218,6 +221,22 @@ RUNS: Final[Mapping[str, Reason]] = {
     ),
     "CALL_SKIPPED": _reason(Code.CANCELLED, "call", "A person went on without the tool call."),
     "TOOL_UNKNOWN": _reason(_NONE, "call", "No such tool, registered or for this run."),
+    "TOOL_NOT_GRANTED": _reason(_MAY_NOT, "call", "The run may not call it."),
+    "TOOL_NOT_APPROVED": _reason(_MAY_NOT, "call", "Its calls need a person's approval."),
+    "TOOL_REFUSED": _reason(_BAD, "call", "It does not take these arguments; nothing was done."),
+    "TOOL_UNAVAILABLE": _reason(
+        _DOWN, "call", "It cannot be called now: not reached, at rest after faults, no secret."
+    ),
+    "TOOL_TIMEOUT": _reason(_LATE, "call", "It took longer than its timeout or the run has."),
+    "TOOL_LOST": _reason(_DOWN, "call", "Nobody knows whether it had its effect."),
+    "TOOL_FAILED": _reason(Code.ABORTED, "call", "It says itself that it failed."),
+    "TOOL_OUTPUT_TOO_LARGE": _reason(
+        Code.ABORTED, "call", "It was called; its result exceeds its limit."
+    ),
+    "TOOL_OUTPUT_INVALID": _reason(
+        Code.ABORTED, "call", "It was called; its result cannot be read."
+    ),
+    "EGRESS_REFUSED": _reason(_MAY_NOT, "call", "Its declaration does not allow to connect there."),
     "GENERATION_REPLACED": _reason(
         Code.ABORTED, "run", "The document was replaced or deleted while it was ingested."
     ),

@@ -19,6 +19,7 @@ SPAN_EXECUTE = "sluice.execution.execute"  # plain Execute and ExecuteEmbed
 SPAN_GENERATE = "sluice.inference.generate"  # the engine's work for one start
 SPAN_EMBED = "sluice.inference.embed"
 SPAN_STEP = "sluice.agent.step"  # a model call, or the tool calls that it asked for
+SPAN_TOOL = "sluice.agent.tool"  # one call of a tool, its waiting and checks included
 SPANS = frozenset(
     {
         SPAN_REQUEST,
@@ -28,6 +29,7 @@ SPANS = frozenset(
         SPAN_GENERATE,
         SPAN_EMBED,
         SPAN_STEP,
+        SPAN_TOOL,
     }
 )
 
@@ -43,6 +45,7 @@ ATTR_INPUT_TOKENS = "gen_ai.usage.input_tokens"
 ATTR_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 ATTR_FINISH_REASONS = "gen_ai.response.finish_reasons"
 ATTR_ERROR_TYPE = "error.type"  # an error's reason, never its text
+ATTR_TOOL = "gen_ai.tool.name"
 ATTR_REQUEST_ID = "sluice.request_id"
 ATTR_TENANT = "sluice.tenant"
 ATTR_CLASS = "sluice.priority_class"
@@ -193,6 +196,12 @@ RUN_STEPS = _counter("sluice.runs.steps", "{step}", "Model calls of runs, by res
 RUN_TOOL_CALLS = _counter("sluice.runs.tool_calls", "{call}", "Tool calls of runs.")
 RUN_LEASES_LOST = _counter("sluice.runs.leases_lost", "{lease}", "Runs that others took over.")
 RUN_HISTORY = _gauge("sluice.runs.history", "By", "Events of held runs that are kept in memory.")
+# Agent: tools. Of tools that tenants registered the label is "registered".
+TOOL_CALLS = _counter("sluice.tool.calls", "{call}", "Calls ended.", "tool", "outcome")
+TOOL_TIME = _histogram("sluice.tool.time", "s", "Time of a call.", _SECONDS, "tool")
+TOOLS_RUNNING = _gauge("sluice.tool.running", "{call}", "Calls in progress.")
+TOOL_BREAKER_OPENED = _counter("sluice.tool.breaker.opened", "{opening}", "Tools put to rest.")
+EGRESS_REFUSALS = _counter("sluice.egress.refusals", "{connection}", "Refused.", "rule")
 
 # Frames, scheduler and execution and inference.
 FRAMES = _counter("sluice.frames", "{frame}", "Frames by direction.", "direction")

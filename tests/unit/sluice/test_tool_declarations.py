@@ -10,7 +10,9 @@ import pytest
 
 from sluice.agent.v1 import tools_pb2
 from sluice.config import ConfigError
-from sluice.tool_declarations import parse, problems
+from sluice.errors import SluiceError
+from sluice.tool_declarations import parse
+from sluice.tool_rules import check
 
 HTTP = """
 name = "order_status"
@@ -23,13 +25,19 @@ needs_approval = true
 [http]
 method = "POST"
 url = "https://orders.example.org/v1/orders/{number}"
-parameters = { type = "object", properties = { number = { type = "integer" } } }
-secret_headers = { authorization = "ORDERS_TOKEN" }
+parameters.type = "object"
+parameters.properties.number.type = "integer"
+parameters.required = ["number"]
+secret_headers = { authorization = "TOOL_SECRET_ORDERS" }
 idempotency_header = "idempotency-key"
 [egress]
 hosts = ["orders.example.org"]
 private_allowed = ["127.0.0.1:9000"]
 """
+
+
+ALLOWED = {"egress": {"hosts": ["a.example"]}}
+GET = {"method": "GET", "url": "https://a.example"}
 
 
 def parsed(text: str) -> tools_pb2.ToolDeclaration:
@@ -50,7 +58,7 @@ def test_a_table_becomes_the_declaration_that_it_says() -> None:
     assert tool.timeout.ToMilliseconds() == 2500
     assert (tool.output_bytes_max, tool.preview_bytes, tool.needs_approval) == (1000, 100, True)
     assert json.loads(tool.http.parameters_json)["properties"] == {"number": {"type": "integer"}}
-    assert dict(tool.http.secret_headers) == {"authorization": "ORDERS_TOKEN"}
+    assert dict(tool.http.secret_headers) == {"authorization": "TOOL_SECRET_ORDERS"}
     assert list(tool.egress.private_allowed) == ["127.0.0.1:9000"]
 
 
@@ -73,7 +81,7 @@ def test_a_kind_without_settings_is_an_empty_table() -> None:
         ({"timeout_s": 3601}, "timeout"),
         ({"timeout_s": "2s"}, "timeout_s"),
         ({"timeout": "2s"}, "timeout"),
-        ({"output_bytes_max": (64 << 20) + 1}, "output_bytes_max"),
+        ({"output_bytes_max": (4 << 20) + 1}, "output_bytes_max"),
         ({"output_bytes_max": -1}, "output_bytes_max"),
         ({"output_bytes_max": True}, "output_bytes_max"),
         ({"output_bytes_max": 10, "preview_bytes": 11}, "preview_bytes"),
@@ -85,7 +93,7 @@ def test_a_kind_without_settings_is_an_empty_table() -> None:
         ({"http": {"method": "GET", "url": "https://user:x@a.example"}}, "http.url"),
         ({"http": {"method": "GET", "url": "https://[::1"}}, "http.url"),
         (
-            {"http": {"method": "GET", "url": "https://a.example", "parameters_json": "[]"}},
+            {**ALLOWED, "http": {**GET, "parameters_json": "[]"}},
             "http.parameters_json",
         ),
         ({"http": {"secret_headers": {"a": 1}}}, "http.secret_headers.a"),
@@ -123,4 +131,7 @@ def test_what_reaches_this_machine_is_for_the_configuration_only(
     fields: dict[str, Any], where: str
 ) -> None:
     tool = made(**fields)
-    assert [field for field, _ in problems(tool, configured=False)] == [where]
+    with pytest.raises(SluiceError) as refused:
+        check(tool, "tool", configured=False)
+    assert refused.value.reason == "TOOL_FIELD_NOT_ALLOWED"
+    assert [one.field for one in refused.value.fields] == [f"tool.{where}"]

@@ -1,0 +1,193 @@
+"""The tools of the configuration and those that were registered for tenants.
+
+Registered ones are read from the state service, at most every `KEPT_S` seconds per tenant, and
+checked again here by the same rules as at their registration: what the store holds grants nothing
+by itself. While the service does not answer, what was read up to `STALE_S` ago holds. A declaration
+that changed gets a new source; the old one is closed when calls through it are over for sure.
+
+A name of the configuration hides a registered one. Runs on the event loop; bounded by
+`TENANTS_MAX` tenants, the least recently used first out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from agent_svc.adapters.tools.factory import Sources, info_from
+from agent_svc.adapters.tools.runner import CallLimits, Runner
+from agent_svc.domain.authority import grants, owners
+from agent_svc.ports import Tool, ToolError, ToolSource, ToolStatus
+from sluice import tool_rules
+from sluice.agent.v1.tools_pb2 import ToolDeclaration
+from sluice.errors import SluiceError, invalid
+
+KEPT_S: Final = 3.0
+STALE_S: Final = 300.0
+TENANTS_MAX: Final = 256
+REGISTERED: Final = "registered"  # label of all registered tools in metrics
+
+_log = logging.getLogger(__name__)
+
+
+class RegisteredTools(Protocol):
+    """Declarations of tenants."""
+
+    async def registered(self, tenant: str) -> Sequence[ToolDeclaration]:
+        """Those of a tenant, by name. Raises SluiceError."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    declaration: ToolDeclaration
+    limits: CallLimits
+    source: ToolSource | None
+    tenant: str = ""
+    problem: str = ""
+
+
+@dataclass(slots=True)
+class _Tenant:
+    entries: dict[str, _Entry] = field(default_factory=dict)
+    read_at: float = float("-inf")
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Tools:
+    """See ToolBox."""
+
+    def __init__(
+        self,
+        declarations: Sequence[ToolDeclaration],
+        sources: Sources,
+        runner: Runner,
+        registered: RegisteredTools | None = None,
+    ) -> None:
+        """Raises SluiceError INVALID_ARGUMENT naming table and field of a wrong declaration."""
+        self._sources = sources
+        self._runner = runner
+        self._registered = registered
+        self._configured: dict[str, _Entry] = {}
+        for index, one in enumerate(declarations):
+            tool_rules.check(one, f"tool[{index}]", configured=True)
+            if one.name in self._configured:
+                raise invalid(f"tool[{index}].name", "is the name of another tool")
+            self._configured[one.name] = self._entry(one, "", one.name)
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._retired: list[tuple[float, ToolSource]] = []
+
+    async def resolve(self, tenant: str, names: Sequence[str]) -> Sequence[Tool]:
+        """See ToolBox. Raises SluiceError where the tenant's own tools cannot be read."""
+        found: dict[str, Tool] = {}
+        for owner in owners(names):
+            entry = await self._find(tenant, owner)
+            if entry is None:
+                continue
+            try:
+                made = await self._tools_of(entry)
+            except ToolError:
+                continue
+            found.update((one.info.name, one) for one in made if grants(names, one.info.name))
+        return list(found.values())
+
+    async def states(self, tenant: str) -> Sequence[ToolStatus]:
+        """See ToolBox."""
+        own = await self._own(tenant)
+        entries = {**own, **self._configured}
+        states: list[ToolStatus] = []
+        for name in sorted(entries):
+            entry = entries[name]
+            info, problem = info_from(entry.declaration), entry.problem
+            if not problem:
+                try:
+                    made = await self._tools_of(entry)
+                    states += [ToolStatus(one.info) for one in made]
+                    continue
+                except ToolError as error:
+                    problem = error.message
+            states.append(ToolStatus(info, problem))
+        return states
+
+    async def close(self) -> None:
+        """Ends every source."""
+        entries = [*self._configured.values()]
+        for tenant in self._tenants.values():
+            entries += tenant.entries.values()
+        retired, self._retired = self._retired, []
+        for source in [*(entry.source for entry in entries), *(one for _, one in retired)]:
+            if source is not None:
+                await source.close()
+
+    async def _tools_of(self, entry: _Entry) -> list[Tool]:
+        if entry.source is None:
+            raise ToolError("TOOL_UNAVAILABLE", entry.problem, made=False)
+        made = await entry.source.tools()
+        return [self._runner.wrap(one, entry.limits, entry.tenant) for one in made]
+
+    async def _find(self, tenant: str, owner: str) -> _Entry | None:
+        configured = self._configured.get(owner)
+        return configured or (await self._own(tenant)).get(owner)
+
+    async def _own(self, tenant: str) -> Mapping[str, _Entry]:
+        if self._registered is None:
+            return {}
+        held = self._tenants.setdefault(tenant, _Tenant())
+        self._tenants.move_to_end(tenant)
+        async with held.lock:
+            now = asyncio.get_running_loop().time()
+            if now - held.read_at >= KEPT_S:
+                try:
+                    self._take(tenant, held, await self._registered.registered(tenant))
+                    held.read_at = now
+                except SluiceError:
+                    if now - held.read_at > STALE_S:
+                        raise
+        while len(self._tenants) > TENANTS_MAX:
+            _, gone = self._tenants.popitem(last=False)
+            for entry in gone.entries.values():
+                self._retire(entry)
+        await self._close_retired()
+        return held.entries
+
+    def _take(self, tenant: str, held: _Tenant, told: Sequence[ToolDeclaration]) -> None:
+        before, held.entries = held.entries, {}
+        for one in told:
+            known = before.get(one.name)
+            if known is not None and known.declaration == one:
+                held.entries[one.name] = before.pop(one.name)
+            else:
+                held.entries[one.name] = self._entry(one, tenant, REGISTERED)
+        for entry in before.values():
+            self._retire(entry)
+
+    def _entry(self, one: ToolDeclaration, tenant: str, label: str) -> _Entry:
+        limits = CallLimits(
+            tool_rules.timeout_s(one),
+            tool_rules.output_bytes_max(one),
+            tool_rules.preview_bytes(one),
+            label,
+        )
+        if tenant:
+            try:
+                tool_rules.check(one, "tool", configured=False)
+            except SluiceError as error:  # stored before a rule, or past it
+                _log.warning("a registered tool is refused: %s", error.reason)
+                return _Entry(one, limits, None, tenant, error.message)
+        return _Entry(one, limits, self._sources.source(one, tenant), tenant)
+
+    def _retire(self, entry: _Entry) -> None:
+        if entry.source is not None:
+            end = asyncio.get_running_loop().time() + entry.limits.timeout_s + KEPT_S
+            self._retired.append((end, entry.source))
+
+    async def _close_retired(self) -> None:
+        now = asyncio.get_running_loop().time()
+        due = [source for end, source in self._retired if end <= now]
+        if due:
+            self._retired = [one for one in self._retired if one[0] > now]
+            for source in due:
+                await source.close()

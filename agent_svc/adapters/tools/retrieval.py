@@ -1,0 +1,94 @@
+"""Search in the tenant's documents.
+
+Embeds the question under the run's credential and searches by vector and by words; where nothing
+embeds (no model, or it refuses now), by words alone, and the answer says so.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from agent_svc.domain.model import ToolInfo
+from agent_svc.ports import ChunkSearch, ToolContext, ToolError, ToolResult
+from sluice.errors import Code, SluiceError
+
+QUERY_CHARS_MAX: Final = 2048
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "query": {
+            "type": "string",
+            "minLength": 1,
+            "maxLength": QUERY_CHARS_MAX,
+            "description": "What to look for, as a question or words.",
+        }
+    },
+    "required": ["query"],
+    "additionalProperties": False,
+}
+
+
+class RetrievalTool:
+    """See Tool. The tenant is that of the call, never an argument."""
+
+    def __init__(self, info: ToolInfo, search: ChunkSearch, collection: str, top_k: int) -> None:
+        self._info = info
+        self._search = search
+        self._collection = collection
+        self._top_k = top_k
+
+    @property
+    def info(self) -> ToolInfo:
+        """See Tool."""
+        return self._info
+
+    async def call(self, arguments: dict[str, Any], context: ToolContext) -> ToolResult:
+        """See Tool."""
+        query = str(arguments.get("query", ""))
+        try:
+            vector = await self._vector(query, context)
+            hits = await self._search.search(
+                context.tenant,
+                self._collection,
+                query,
+                vector,
+                self._top_k,
+                deadline_s=context.deadline_s,
+            )
+        except SluiceError as error:
+            raise _failure(error) from None
+        answer = {
+            "hits": [
+                {
+                    "document_id": hit.document_id,
+                    "begin_byte": hit.begin_byte,
+                    "end_byte": hit.end_byte,
+                    "score": round(hit.score, 4),
+                    "vector_score": round(hit.vector_score, 4),
+                    "text": hit.text,
+                }
+                for hit in hits
+            ],
+            "by": "vector and words" if vector else "words",
+        }
+        return ToolResult(json.dumps(answer, ensure_ascii=False))
+
+    async def _vector(self, query: str, context: ToolContext) -> bytes:
+        if context.embed is None:
+            return b""
+        try:
+            return bytes((await context.embed([query], context.deadline_s))[0])
+        except SluiceError as error:
+            if error.code in (Code.NOT_FOUND, Code.FAILED_PRECONDITION):  # no model embeds here
+                return b""
+            raise
+
+
+def _failure(error: SluiceError) -> ToolError:
+    if error.code is Code.DEADLINE_EXCEEDED:
+        return ToolError("TOOL_TIMEOUT", "The search took too long.", made=True)
+    if error.code in (Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED):
+        return ToolError("TOOL_LOST", "Documents cannot be searched now.", made=True)
+    return ToolError("TOOL_REFUSED", "The search was refused.", made=False)

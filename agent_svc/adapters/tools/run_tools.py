@@ -1,0 +1,54 @@
+"""The tools of one run, and the only way to call them.
+
+What a run may call is decided here, at the moment of the call, from the names in its spec and
+nothing else: not from what the model was shown, wrote, or was told to write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from agent_svc.domain.authority import grants
+from agent_svc.domain.model import ToolInfo
+from agent_svc.ports import ToolBox, ToolContext, ToolError, ToolResult
+
+
+class RunTools:
+    """Of one run of one tenant. ``names``: those of its spec."""
+
+    def __init__(self, tenant: str, run_id: str, names: Sequence[str], box: ToolBox) -> None:
+        self._tenant = tenant
+        self._run_id = run_id
+        self._names = tuple(names)
+        self._box = box
+
+    async def infos(self) -> Sequence[ToolInfo]:
+        """What may be called now, in the order of the names."""
+        found = await self._box.resolve(self._tenant, self._names)
+        return [tool.info for tool in found if grants(self._names, tool.info.name)]
+
+    async def call(
+        self, name: str, arguments_json: str, context: ToolContext, *, approved: bool = False
+    ) -> ToolResult:
+        """Makes one call. ``arguments_json``: checked against the tool's schema by the caller.
+        ``approved``: whether a person agreed to this call. Raises ToolError: TOOL_NOT_GRANTED,
+        TOOL_UNKNOWN, TOOL_NOT_APPROVED and TOOL_REFUSED before anything was done."""
+        if not grants(self._names, name):
+            raise ToolError("TOOL_NOT_GRANTED", "The run may not call this tool.", made=False)
+        found = await self._box.resolve(self._tenant, [name])
+        tool = next((one for one in found if one.info.name == name), None)
+        if tool is None:
+            raise ToolError("TOOL_UNKNOWN", "There is no such tool now.", made=False)
+        if tool.info.needs_approval and not approved:
+            raise ToolError("TOOL_NOT_APPROVED", "The call needs a person's approval.", made=False)
+        try:
+            arguments = json.loads(arguments_json or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise ToolError("TOOL_REFUSED", "The arguments are no JSON object.", made=False)
+        # Whose run it is says the spec, whatever the context was filled with.
+        bound = replace(context, tenant=self._tenant, run_id=self._run_id)
+        return await tool.call(arguments, bound)

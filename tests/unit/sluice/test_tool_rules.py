@@ -1,0 +1,153 @@
+"""What a declaration of a tool must be, and what only the configuration may declare.
+
+Mutants: registered_tool_may_open_private_addresses, secret_variables_are_any.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from google.protobuf.json_format import ParseDict
+
+from sluice.agent.v1.tools_pb2 import ToolDeclaration
+from sluice.errors import Code, SluiceError
+from sluice.tool_rules import (
+    check,
+    output_bytes_max,
+    parameters_of,
+    preview_bytes,
+    secret_variables,
+    timeout_s,
+)
+
+SCHEMA = json.dumps(
+    {"type": "object", "properties": {"id": {"type": "string"}}, "required": ["id"]}
+)
+HTTP: dict[str, Any] = {
+    "method": "GET",
+    "url": "https://api.example.org/v1/{id}?x={id}",
+    "parametersJson": SCHEMA,
+    "secretHeaders": {"Authorization": "TOOL_SECRET_API"},
+    "idempotencyHeader": "Idempotency-Key",
+}
+EGRESS: dict[str, Any] = {"hosts": ["api.example.org"]}
+
+
+def tool(**fields: Any) -> ToolDeclaration:
+    base = {"name": "t", "description": "d", "effect": "TOOL_EFFECT_READ"}
+    return ParseDict({**base, **fields}, ToolDeclaration())
+
+
+def refused(one: ToolDeclaration, configured: bool = False) -> SluiceError:
+    with pytest.raises(SluiceError) as error:
+        check(one, "tool[3]", configured=configured)
+    assert error.value.code is Code.INVALID_ARGUMENT
+    return error.value
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        tool(http=HTTP, egress=EGRESS),
+        tool(openapi={"document": "{}", "baseUrl": "https://api.example.org"}, egress=EGRESS),
+        tool(mcp={"url": "https://api.example.org/mcp"}, egress=EGRESS),
+        tool(retrieval={"collection": "a"}),
+        tool(calculator={}),
+        tool(clock={}),
+    ],
+)
+def test_what_is_right_is_taken_registered_and_configured(one: ToolDeclaration) -> None:
+    check(one, configured=False)
+    check(one, configured=True)
+
+
+@pytest.mark.parametrize(
+    ("one", "field"),
+    [
+        (tool(sql={"url": "sqlite:///a.db"}), "sql.url"),
+        (tool(mcp={"command": ["a", "b"]}), "mcp.command"),
+        (
+            tool(http=HTTP, egress={**EGRESS, "privateAllowed": ["10.0.0.0/8"]}),
+            "egress.private_allowed",
+        ),
+        (tool(clock={}, egress={"privateAllowed": ["127.0.0.1:80"]}), "egress.private_allowed"),
+    ],
+)
+def test_what_belongs_to_the_machine_is_for_the_configuration_only(
+    one: ToolDeclaration, field: str
+) -> None:
+    check(one, configured=True)
+    error = refused(one)
+    assert error.reason == "TOOL_FIELD_NOT_ALLOWED"
+    assert [violation.field for violation in error.fields] == [f"tool[3].{field}"]
+
+
+def http(**fields: Any) -> ToolDeclaration:
+    return tool(http={**HTTP, **fields}, egress=EGRESS)
+
+
+@pytest.mark.parametrize(
+    ("one", "field"),
+    [
+        (tool(), ""),
+        (tool(name="a__b", clock={}), ".name"),
+        (tool(name="", clock={}), ".name"),
+        (tool(name="a b", clock={}), ".name"),
+        (tool(description="", clock={}), ".description"),
+        (tool(timeout="3601s", clock={}), ".timeout"),
+        (tool(timeout="0s", clock={}), ".timeout"),
+        (tool(outputBytesMax=5 << 20, clock={}), ".output_bytes_max"),
+        (tool(outputBytesMax=9, previewBytes=10, clock={}), ".preview_bytes"),
+        (tool(previewBytes=1 << 20, clock={}), ".preview_bytes"),
+        (tool(http=HTTP), ".http.url"),
+        (tool(http=HTTP, egress={"hosts": ["a.org", "http://b"]}), ".egress.hosts[1]"),
+        (http(url="https://{id}.example.org/"), ".http.url"),
+        (http(url="https://api.example.org:8443/"), ".http.url"),
+        (http(url="https://api.example.org@evil.org/{id}"), ".http.url"),
+        (http(url="https://api.example.org/{other}"), ".http.url"),
+        (http(url="https://api.example.org/{id}}"), ".http.url"),
+        (http(url="https://api.example.org/{id}#x"), ".http.url"),
+        (http(url="https://api.example.org/ {id}"), ".http.url"),
+        (http(url="file:///etc/passwd"), ".http.url"),
+        (http(method="TRACE"), ".http.method"),
+        (http(parametersJson="{"), ".http.parameters_json"),
+        (http(parametersJson='{"type": "string"}'), ".http.parameters_json"),
+        (http(parametersJson="[" * 5000), ".http.parameters_json"),
+        (http(secretHeaders={"A": "PATH"}), ".http.secret_headers"),
+        (http(secretHeaders={"A": "SLUICE_STATE_DURABLE_URL"}), ".http.secret_headers"),
+        (http(secretHeaders={"A": "TOOL_SECRET_"}), ".http.secret_headers"),
+        (http(secretHeaders={"Host": "TOOL_SECRET_A"}), ".http.secret_headers"),
+        (http(secretHeaders={"a\r\nb": "TOOL_SECRET_A"}), ".http.secret_headers"),
+        (http(idempotencyHeader="Content-Length"), ".http.idempotency_header"),
+        (tool(sql={"url": "sqlite:///a?mode=rw"}), ".sql.url"),
+        (tool(openapi={"document": ""}), ".openapi.document"),
+        (tool(openapi={"document": "x" * ((1 << 20) + 1)}), ".openapi.document"),
+        (tool(mcp={}), ".mcp.url"),
+        (tool(mcp={"url": "https://evil.org"}, egress=EGRESS), ".mcp.url"),
+        (tool(retrieval={"collection": "../a"}), ".retrieval.collection"),
+        (tool(retrieval={"collection": "a", "topK": 21}), ".retrieval.top_k"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_its_field(one: ToolDeclaration, field: str) -> None:
+    configured = one.WhichOneof("kind") == "sql"
+    error = refused(one, configured)
+    assert [violation.field for violation in error.fields] == [f"tool[3]{field}"]
+
+
+def test_limits_that_are_not_set_have_their_defaults() -> None:
+    one = tool(clock={})
+    assert (timeout_s(one), output_bytes_max(one), preview_bytes(one)) == (30.0, 1 << 20, 8192)
+    small = tool(clock={}, outputBytesMax=100, timeout="2.5s")
+    assert (timeout_s(small), output_bytes_max(small), preview_bytes(small)) == (2.5, 100, 100)
+
+
+def test_a_tool_without_parameters_takes_none() -> None:
+    assert parameters_of("", "f")["additionalProperties"] is False
+
+
+def test_the_variables_of_a_declaration_are_found() -> None:
+    assert secret_variables(tool(http=HTTP)) == ("TOOL_SECRET_API",)
+    assert secret_variables(tool(clock={})) == ()
+    assert secret_variables(ToolDeclaration()) == ()
