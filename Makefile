@@ -138,6 +138,10 @@ bench-overload: $(BASE) $(DEV) $(PEERS) protos ## Measure overload: goodput, SLO
 bench-vllm: $(BASE) $(DEV) $(VLLM) protos model ## Measure the mesh over vLLM
 	@$(PYTHON) -m bench.vllm $(BENCH_ARGS)
 
+.PHONY: bench-tools
+bench-tools: $(BASE) $(DEV) $(VLLM) protos model ## Measure how often the default model calls tools rightly (BFCL)
+	@$(PYTHON) -m bench.tool_calls $(BENCH_ARGS)
+
 ##@ Other
 
 .PHONY: clean
