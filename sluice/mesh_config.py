@@ -213,13 +213,24 @@ class MeshFile:
     @property
     def tool_names(self) -> tuple[str, ...]:
         """The names of the [[tool]] entries. Raises ConfigError."""
+        return tuple(
+            _text(entry.get("name"), f"tool[{index}].name")
+            for index, entry in enumerate(self._tools())
+        )
+
+    @property
+    def tool_secrets(self) -> tuple[str, ...]:
+        """The environment variables that the [[tool]] entries name. Raises ConfigError."""
+        kinds = (kind for entry in self._tools() for kind in entry.values())
+        headers = (kind.get("secret_headers") for kind in kinds if isinstance(kind, Mapping))
+        named = {name for one in headers if isinstance(one, Mapping) for name in one.values()}
+        return tuple(sorted(name for name in named if isinstance(name, str)))
+
+    def _tools(self) -> list[Mapping[str, object]]:
         entries = self.document.get("tool", [])
         if not isinstance(entries, list):
             raise ConfigError("tool", "must be tables: [[tool]]")
-        return tuple(
-            _text(_mapping(entry, f"tool[{index}]").get("name"), f"tool[{index}].name")
-            for index, entry in enumerate(entries)
-        )
+        return [_mapping(entry, f"tool[{index}]") for index, entry in enumerate(entries)]
 
     def instances(
         self, device: Device, engine: Engine | None = None, count: int | None = None

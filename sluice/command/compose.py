@@ -7,9 +7,9 @@ environments, ports, drain times and dependencies come from `topology`. Pure; th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import yaml
 
@@ -54,7 +54,7 @@ _REPLICAS: Final[Mapping[Kind, str]] = {
 _ENGINE_START: Final = "30m"
 _SERVICE_START: Final = "60s"
 
-Table = dict[str, object]
+Table = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def render(file: MeshFile) -> dict[str, str]:
     """The files by path, relative to the repository: docker-compose.yml and, for each kind of
     device, the effective configuration that its containers read. Raises ConfigError."""
     built = {device: build(file, compose_place(), device) for device in Device}
-    files = {COMPOSE_FILE: _compose(built)}
+    files = {COMPOSE_FILE: _compose(built, file.tool_secrets)}
     for device, topology in built.items():
         files[config_path(device)] = CONFIG_HEADER + topology.config_text
     return files
@@ -86,13 +86,17 @@ def config_path(device: Device) -> str:
     return f"deploy/compose/sluice-{device.value}.toml"
 
 
-def _compose(built: Mapping[Device, Topology]) -> str:
+def _compose(built: Mapping[Device, Topology], secrets: Sequence[str]) -> str:
     profiles = [_Profile(device) for device in built]
     common = built[Device.CPU]
     services: Table = {"init": _init()}
     for process in common.processes:
         if process.kind in _IMAGES:
-            services[process.name] = _service(process, _IMAGES[process.kind], common)
+            service = _service(process, _IMAGES[process.kind], common)
+            if process.kind is Kind.AGENT:
+                # Given by name only: the file holds no secret.
+                service["environment"] |= {name: f"${{{name}:-}}" for name in secrets}
+            services[process.name] = service
         elif process.kind is Kind.STORE:
             services[process.name] = _redis(process)
     for profile in profiles:

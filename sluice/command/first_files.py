@@ -103,7 +103,7 @@ key_sha256 = ["{api_digest}"]
 ceiling = "critical"            # highest class: critical | interactive | standard | batch
 default_class = "standard"      # class of requests that say none
 models = []                     # models and aliases it may use; empty: all
-agents = {agents:<24}# whether it may use the agent path
+agents = {agents:<23}# whether it may use the agent path
 tools = {json.dumps(list(tools or ()))} # tools that its agents may use, by the names of sluice.toml
 sessions = true                 # whether it may keep sessions
 """

@@ -132,7 +132,8 @@ class UpScreen:
         )
         self.console.print(Text("\n".join(lines), no_wrap=True), soft_wrap=True)
         command = tool_path("sluice")
-        self.say(f"  {command} chat | generate | status | logs    (more: {command} --help)")
+        words = "chat | generate | agent | docs | status | logs"
+        self.say(f"  {command} {words}    (more: {command} --help)")
         self.say(f"  logs: {short_path(paths.logs)}/    stop: make down")
 
     def stopped(self, result: Stopped, paths: RunPaths) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from sluice.command import settings_page
 from sluice.command.cli import run
 from sluice.command.cli_support import EXIT_USAGE
+from sluice.command.compose import COMPOSE_FILE, render
 from sluice.config import ConfigError
 from sluice.mesh_config import (
     TABLES,
@@ -172,6 +174,32 @@ def test_a_section_that_nobody_reads_is_refused_and_the_nearest_is_named(
 def test_every_section_that_a_process_declares_is_known() -> None:
     declared = {info.section.split(".")[0] for info in settings_page.declared()}
     assert declared <= set(TABLES)
+
+
+TOOLS = """
+[[tool]]
+name = "orders"
+[tool.http]
+url = "https://orders.example.org"
+secret_headers = { authorization = "TOOL_SECRET_ORDERS" }
+[[tool]]
+name = "clock"
+clock = {}
+"""
+
+
+def test_tools_are_named_and_so_are_their_secrets(tmp_path: Path) -> None:
+    file = made(tmp_path, ENTRY + TOOLS)
+    assert file.tool_names == ("orders", "clock")
+    assert file.tool_secrets == ("TOOL_SECRET_ORDERS",)
+    compose = yaml.safe_load(render(file)[COMPOSE_FILE])["services"]
+    assert compose["agent"]["environment"]["TOOL_SECRET_ORDERS"] == "${TOOL_SECRET_ORDERS:-}"
+    assert "TOOL_SECRET_ORDERS" not in compose["execution"]["environment"]
+
+
+def test_a_tool_without_a_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tool\[0\]\.name"):
+        _ = made(tmp_path, f"{ENTRY}\n[[tool]]\nclock = {{}}\n").tool_names
 
 
 def test_an_offset_that_moves_a_port_out_of_range_is_refused(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_a_wrong_file_names_the_entry_and_the_field(text: str, where: str) -> No
 def test_a_tenant_of_the_file_has_the_rights_that_it_says_and_seeds_them() -> None:
     text = "[[tenant]]\nname = 'a'\nagents = true\ntools = ['clock']\nconcurrent_runs = 2\n"
     tenant = parse(text).tenants["a"]
-    assert (tenant.agents, tenant.tools, tenant.concurrent_runs) == (True, {"clock"}, 2)
+    assert (tenant.agents, tenant.tools, tenant.concurrent_runs) == (True, frozenset(("clock",)), 2)
     assert read_tenant(tenant_message(tenant)) == tenant
     plain = parse("[[tenant]]\nname = 'a'\n").tenants["a"]
     assert (plain.agents, plain.tools, plain.concurrent_runs) == (False, frozenset(), None)
