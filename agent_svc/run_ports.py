@@ -179,8 +179,8 @@ class Runs(Protocol):
     async def renew(self, leases: Sequence[LeaseKey], lease_s: float) -> Sequence[LeaseState]:
         """Extends leases; their states in the same order."""
 
-    async def append(self, lease: LeaseKey, append: Append) -> None:
-        """Stores events."""
+    async def append(self, lease: LeaseKey, append: Append) -> int:
+        """Stores events; their bytes as stored."""
 
     async def publish(self, lease: LeaseKey, step: int, text: str, *, replaces: bool) -> None:
         """Passes text of the running model call to those who watch."""

@@ -240,6 +240,8 @@ RUNS: Final[Mapping[str, Reason]] = {
     "GENERATION_REPLACED": _reason(
         Code.ABORTED, "run", "The document was replaced or deleted while it was ingested."
     ),
+    "RUN_TOO_LONG": _reason(_BUSY, "run", "The run's events exceed what an agent service keeps."),
+    "SCHEDULER_UNREACHABLE": _reason(_DOWN, "mesh", "No scheduler answers the agent service."),
     "STREAM_PROTOCOL": _reason(Code.INTERNAL, "call", "A model call ended without its end."),
     "LEASE_LOST": _reason(Code.ABORTED, "run", "Another agent service holds the run now."),
     # Stored runs and sessions. `limit` names the bound, a setting of the state service.

@@ -136,12 +136,12 @@ class Journal:
             )
             self._held.leaving = phase is not Phase.RUNNING
             fault_point("agent.before_append")
-            await self._append(append)
+            self._held.history_bytes += await self._append(append)
             fault_point("agent.after_append")
             self._stored += len(events)
             del self._waiting[: len(events)]
 
-    async def _append(self, append: Append) -> None:
+    async def _append(self, append: Append) -> int:
         delay_s = RETRY_MIN_S
         while not self._held.lost:
             try:

@@ -17,9 +17,9 @@ from agent_svc.adapters.held_run import HeldRun
 from agent_svc.adapters.ingest_run import IngestRun
 from agent_svc.adapters.journal import Journal
 from agent_svc.adapters.task_run import Counts, Manner, TaskRun, TaskWorld
-from agent_svc.domain.ending import Bounds, after_refusal, cancelled_unread
+from agent_svc.domain.ending import Bounds, after_refusal, unread
 from agent_svc.domain.history import fold
-from agent_svc.domain.model import Ended, Event
+from agent_svc.domain.model import End, Ended, Event
 from agent_svc.run_ports import (
     Append,
     Chunks,
@@ -61,8 +61,7 @@ class Outside:
 
 
 class RunWork:
-    """See the module's docstring. ``history_bytes_max``: of one run's events. ``embed_batch``:
-    chunks embedded in one call."""
+    """See the module's docstring. ``embed_batch``: chunks embedded in one call."""
 
     def __init__(
         self,
@@ -70,14 +69,12 @@ class RunWork:
         manner: Manner,
         telemetry: Telemetry | None = None,
         *,
-        history_bytes_max: int = 8 << 20,
         embed_batch: int = 32,
     ) -> None:
         self.counts = Counts()
         self._outside = outside
         self._manner = manner
         self._telemetry = telemetry or Telemetry.off()
-        self._history_bytes_max = history_bytes_max
         self._embed_batch = embed_batch
 
     async def __call__(self, held: HeldRun) -> Ended | None:
@@ -86,11 +83,15 @@ class RunWork:
         try:
             if spec is None:
                 raise UnreadableError
-            read = await self._outside.runs.read(held.lease, self._history_bytes_max)
+            read = await self._outside.runs.read(held.lease, self._manner.history_bytes_max)
         except UnreadableError:
             log.error("a run is not understood here", run_id=held.lease.run_id)
             await self._give_back(held)
             return None
+        except SluiceError as error:
+            if error.reason != "RUN_TOO_LONG":
+                raise
+            return await self._give_up(held, unread(error))
         held.history_bytes = read.size_bytes
         # Turns of sessions and ingests never were an agent's.
         counted = not isinstance(spec.work, IngestSpec) and not spec.work.turn
@@ -137,20 +138,30 @@ class RunWork:
 
     async def _give_back(self, held: HeldRun) -> None:
         """For somebody who understands it; one that is cancelled ends all the same."""
-        claimed = held.claimed
-        events: tuple[Event, ...] = ()
+        if held.claimed.cancelled:
+            await self._give_up(held, unread())
+            return
+        ready_s = round(self._outside.wall(), 6) + UNREADABLE_PAUSE_S
+        await self._append(held, (), Phase.PAUSED, ready_s)
+
+    async def _give_up(self, held: HeldRun, ended: Ended) -> Ended:
+        """Ends a run whose history is not read."""
         now_s = round(self._outside.wall(), 6)
-        phase = Phase.PAUSED
-        if claimed.cancelled:
-            phase = Phase.CANCELLED
-            events = (Event(claimed.last_sequence + 1, now_s, cancelled_unread()),)
+        event = Event(held.claimed.last_sequence + 1, now_s, ended)
+        phase = Phase.CANCELLED if ended.end is End.CANCELLED else Phase.FAILED
+        await self._append(held, (event,), phase, 0.0)
+        return ended
+
+    async def _append(
+        self, held: HeldRun, events: tuple[Event, ...], phase: Phase, ready_s: float
+    ) -> None:
         append = Append(
             append_id=str(uuid.uuid4()),
-            expected_sequence=claimed.last_sequence,
+            expected_sequence=held.claimed.last_sequence,
             events=events,
             summary=None,
             phase=phase,
-            ready_s=now_s + UNREADABLE_PAUSE_S,
+            ready_s=ready_s,
         )
         held.leaving = True
         await self._outside.runs.append(held.lease, append)

@@ -20,7 +20,14 @@ from agent_svc.adapters.held_run import HeldRun, InterruptedRunError
 from agent_svc.adapters.journal import Journal
 from agent_svc.adapters.model_step import fitting, model_step
 from agent_svc.adapters.tool_calls import ToolCalls
-from agent_svc.domain.ending import Finish, Pause, Rules, after_refusal
+from agent_svc.domain.ending import (
+    Finish,
+    Pause,
+    Rules,
+    after_refusal,
+    failed,
+    run_too_long,
+)
 from agent_svc.domain.history import request_id
 from agent_svc.domain.model import Ended, Message, Task, ToolInfo
 from agent_svc.domain.next_action import (
@@ -49,7 +56,8 @@ class Manner:
     """How runs are worked off. ``options``: of prompts; with ``options_by_context`` their length
     follows the model's context where that is known. ``output_tokens_max``: of a model call whose
     run sets none. ``in_place_s``: a refused step that may be tried again within this time keeps its
-    lease. ``text_interval_s``: between two messages of live text, as it is now."""
+    lease. ``text_interval_s``: between two messages of live text, as it is now.
+    ``history_bytes_max``: of one run's events."""
 
     rules: Rules
     options: Options
@@ -57,6 +65,7 @@ class Manner:
     output_tokens_max: int
     in_place_s: float
     text_interval_s: Callable[[], float]
+    history_bytes_max: int = 8 << 20
 
 
 @dataclass(slots=True)
@@ -137,6 +146,9 @@ class TaskRun:
                 case Pause():
                     await journal.pause(action)
                     return None
+                case CallModel() if self._held.history_bytes > self._manner.history_bytes_max:
+                    too_long = failed(journal.bounds, journal.history, run_too_long())
+                    return await self._finish(too_long)
                 case CallModel() | CallTools() if self._held.draining:
                     await journal.hand_over()
                     return None

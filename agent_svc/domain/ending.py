@@ -84,9 +84,18 @@ def cancelled(bounds: Bounds, history: History, decision: Resumed | None = None)
     return Finish((*said, *ends, _ended(bounds, history, End.CANCELLED, failure=_CANCELLED)))
 
 
-def cancelled_unread() -> Ended:
-    """The end of a run that is cancelled and whose history cannot be read."""
-    return Ended(End.CANCELLED, failure=_CANCELLED)
+def run_too_long() -> SluiceError:
+    """A run has more events than an agent service keeps."""
+    return SluiceError(
+        Code.RESOURCE_EXHAUSTED, "RUN_TOO_LONG", "The run's events exceed their limit."
+    )
+
+
+def unread(error: SluiceError | None = None) -> Ended:
+    """The end of a run whose history is not read: by its failure, or cancelled."""
+    if error is None:
+        return Ended(End.CANCELLED, failure=_CANCELLED)
+    return Ended(End.FAILED, failure=Failure(error.code, error.reason, error.message))
 
 
 def used_up(bounds: Bounds, history: History, reason: str, what: str, now_s: float) -> Finish:

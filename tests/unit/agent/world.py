@@ -26,6 +26,8 @@ from agent_svc.domain.model import (
     Event,
     Kind,
     Message,
+    ModelStep,
+    Paused,
     Queued,
     Resumed,
     RunId,
@@ -202,7 +204,7 @@ class MemoryState:
             states.append(LeaseState(held, run.cancelled))
         return states
 
-    async def append(self, lease: LeaseKey, append: Append) -> None:
+    async def append(self, lease: LeaseKey, append: Append) -> int:
         await self._network("append")
         run = self.runs[lease.tenant, lease.run_id]
         if run.token != lease.token:
@@ -215,6 +217,7 @@ class MemoryState:
         if self.lost_replies:
             self.lost_replies -= 1
             raise unavailable("STATE_UNREACHABLE", "x")
+        return 100 * len(append.events)
 
     def _apply(self, run: Run, append: Append) -> None:
         assert [e.sequence for e in append.events] == list(
@@ -315,13 +318,20 @@ class ScriptedModels:
         self._state = state
 
     def of_run(self, lease: LeaseKey, spec: Spec, affinity: str) -> ScriptedModel:
-        return ScriptedModel(self._script, self._state.runs[lease.tenant, lease.run_id])
+        run = self._state.runs[lease.tenant, lease.run_id]
+
+        def recorded(_: str) -> int:
+            return sum(isinstance(kind, ModelStep | Paused) for kind in run.kinds)
+
+        return ScriptedModel(self._script, recorded)
 
 
 class ScriptedModel:
-    def __init__(self, script: Script, run: Run) -> None:
+    """``before``: steps before the call of this request id, by which its reply is chosen."""
+
+    def __init__(self, script: Script, before: Callable[[str], int]) -> None:
         self._script = script
-        self._run = run
+        self._before = before
 
     async def generate(
         self, prompt: Prompt, *, step: int, request_id: str, max_tokens: int, deadline_s: float
@@ -329,9 +339,7 @@ class ScriptedModel:
         script = self._script
         script.prompts.append(prompt)
         script.model_calls[request_id] += 1
-        done = sum(type(kind).__name__ == "ModelStep" for kind in self._run.kinds)
-        done += sum(type(kind).__name__ == "Paused" for kind in self._run.kinds)
-        reply = script.replies[min(done, len(script.replies) - 1)]
+        reply = script.replies[min(self._before(request_id), len(script.replies) - 1)]
         if isinstance(reply, SluiceError):
             await asyncio.sleep(0.001)
             raise reply
