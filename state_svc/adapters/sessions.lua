@@ -23,18 +23,19 @@ end
 
 if op == 'list' then
   local size, before = int(), int()
-  local found, last, skipped = {}, 0, 0
+  local found, last = {}, 0
   local top = before > 0 and '(' .. before or '+inf'
   local ids = call('ZREVRANGEBYSCORE', S, top, '-inf', 'WITHSCORES', 'LIMIT', 0, size + DROP_MAX)
   for i = 1, #ids, 2 do
-    if #found == size then return {'OK', last, found} end
     local row = session_row(ids[i])
-    last = tonumber(ids[i + 1])
-    if row then found[#found + 1] = {ids[i], row} end
+    if row and #found == size then return {'OK', last, found} end
+    if row then
+      last = tonumber(ids[i + 1])
+      found[#found + 1] = {ids[i], row}
+    end
   end
   -- As many as were asked for: there may be more behind those that have run out.
-  if #ids < 2 * (size + DROP_MAX) then last = 0 end
-  return {'OK', last, found}
+  return {'OK', #ids == 2 * (size + DROP_MAX) and tonumber(ids[#ids]) or 0, found}
 end
 
 local id = take()

@@ -87,9 +87,9 @@ class SessionBook:
         self._drop_expired(now)
         if len(self._sessions) >= self._limits.sessions_max:
             raise SessionsFullError("sessions_max")
-        self._number += 1
-        session = _Session(session_id, self._number, ttl_ms, now, now, now + ttl_ms)
+        session = _Session(session_id, self._number + 1, ttl_ms, now, now, now + ttl_ms)
         self._check_room(session, messages, SESSION_OVERHEAD_BYTES)
+        self._number += 1
         session.messages.extend(messages)
         session.size = size_of(messages)
         self._sessions[session_id] = session
@@ -156,6 +156,7 @@ class SessionBook:
         if session.open_run:
             raise SessionBusyError
         session.open_run = run_id
+        session.expire_ms = now + session.ttl_ms
 
     def check_turn(self, session_id: str, now: int) -> None:
         """Whether a turn could begin. Raises as :meth:`begin_turn`."""

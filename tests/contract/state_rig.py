@@ -133,5 +133,7 @@ async def stores_of(
     sessions = ValkeySessions(link, session_limits)
     found = Stores(runs, sessions, ValkeyTexts(link), ValkeyFeed(link, link), [runs, sessions])
     found.wait(0)
-    yield found
-    await link.close()
+    try:
+        yield found
+    finally:
+        await link.close()
