@@ -5,7 +5,7 @@ effects came, and judges each effect and each state by counting anew."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
@@ -389,7 +389,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def turn(self) -> None:
-        for effect in self.scheduler.turn(self.now):
+        effects = self.scheduler.turn(self.now)
+        leaving = {effect.ticket.id for effect in effects if isinstance(effect, Dispatch)}
+        for effect in effects:
             ticket = effect.ticket
             if isinstance(effect, Dispatch):
                 assert effect.instance in self.reference.usable(ticket)
@@ -398,7 +400,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert ticket.due_s > self.now
                 self.reference.waiting.remove(ticket)
                 self.reference.running.append(Run(ticket, effect.instance, effect.attempt))
-                self._no_better_one_waits(ticket, effect.instance)
+                self._no_better_one_waits(ticket, effect.instance, leaving)
             elif isinstance(effect, Abort):
                 (run,) = [r for r in self.reference.running if r.ticket is ticket]
                 assert not run.aborting
@@ -483,9 +485,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             name, ticket
         )
 
-    def _no_better_one_waits(self, ticket: Ticket, name: InstanceName) -> None:
+    def _no_better_one_waits(
+        self, ticket: Ticket, name: InstanceName, leaving: Set[TicketId]
+    ) -> None:
         """Order: no ticket of a higher class, none of its class that came back while this one did
-        not, and none of its tenant due earlier could have gone there instead."""
+        not, and none of its tenant due earlier stays behind and could have gone there instead."""
         if self._any_held():
             self.reference.paid.add(ticket.id)
             return
@@ -493,10 +497,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for other in self.reference.waiting:
             if other.line != ticket.line or name not in self.reference.usable(other):
                 continue
+            if other.id in leaving:
+                continue  # in this turn too: arranged by instance and prefix
             higher = other.priority_class < ticket.priority_class
             same = other.priority_class == ticket.priority_class
-            if same and other.prefix is not None and other.instance == name and other.row >= 0:
-                continue  # it goes there too in this turn, beside one with its prefix
             paid = other.id in self.reference.paid, ticket.id in self.reference.paid
             earlier = same and paid == (True, False)
             if same and (other.tenant == ticket.tenant or paid == (True, True)):
