@@ -37,18 +37,17 @@ POINTS: Final = frozenset(
 )
 
 _passed: Counter[str] = Counter()
+_name, _times = "", 0
 
 
-def _armed(text: str) -> tuple[str, int]:
+def arm(text: str) -> None:
+    """Ends the process at ``name`` or ``name:3``; nowhere when empty. ValueError for no point."""
+    global _name, _times
     name, _, times = text.partition(":")
-    if not name:
-        return "", 0
-    if name not in POINTS or not (times or "1").isdecimal():
+    if name and (name not in POINTS or not (times or "1").isdecimal()):
         raise ValueError(f"{VARIABLE}: {text!r} is no fault point")
-    return name, int(times or "1")
-
-
-_name, _times = _armed(os.environ.get(VARIABLE, ""))
+    _name, _times = name, int(times or "1")
+    _passed.clear()
 
 
 def fault_point(name: str) -> None:
@@ -59,3 +58,6 @@ def fault_point(name: str) -> None:
     _passed[name] += 1
     if name == _name and _passed[name] == _times:
         os._exit(EXIT_STATUS)
+
+
+arm(os.environ.get(VARIABLE, ""))

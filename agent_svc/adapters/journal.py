@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from agent_svc.adapters.held_run import HeldRun, lease_lost
-from agent_svc.domain.ending import Bounds, Finish, Pause
+from agent_svc.domain.ending import Bounds, Finish, Pause, unread
 from agent_svc.domain.history import History
 from agent_svc.domain.model import End, Ended, Event, Kind, Message, Waiting
 from agent_svc.run_ports import Append, Phase, Runs, Spec, Summary
@@ -112,6 +112,23 @@ class Journal:
         await self.pause(action)
         return None
 
+    async def give_up(self, error: SluiceError) -> Ended:
+        """For good, although the store refused what was added: with as much of it as it takes."""
+        ended = unread(error)
+        kept = [event for event in self._waiting if not isinstance(event.kind, Ended)]
+        self._held.leaving = True
+        for events in (kept, []):
+            sequence = self._stored + len(events) + 1
+            end = Event(sequence, self.now_s(), ended)
+            try:
+                await self._append(self._made((*events, end), Phase.FAILED))
+            except SluiceError as refusal:
+                if not events or refusal.reason == "LEASE_LOST":
+                    raise
+            else:
+                break
+        return ended
+
     async def _store(
         self,
         phase: Phase,
@@ -124,12 +141,9 @@ class Journal:
             events = tuple(self._waiting)
             if not events and phase is Phase.RUNNING:
                 return
-            append = Append(
-                append_id=str(uuid.uuid4()),
-                expected_sequence=self._stored,
-                events=events,
-                summary=self._summary(),
-                phase=phase,
+            append = self._made(
+                events,
+                phase,
                 ready_s=ready_s,
                 waiting_step=waiting_step,
                 session_messages=session_messages,
@@ -140,6 +154,26 @@ class Journal:
             fault_point("agent.after_append")
             self._stored += len(events)
             del self._waiting[: len(events)]
+
+    def _made(
+        self,
+        events: tuple[Event, ...],
+        phase: Phase,
+        *,
+        ready_s: float = 0.0,
+        waiting_step: int = 0,
+        session_messages: tuple[Message, ...] = (),
+    ) -> Append:
+        return Append(
+            append_id=str(uuid.uuid4()),
+            expected_sequence=self._stored,
+            events=events,
+            summary=self._summary(),
+            phase=phase,
+            ready_s=ready_s,
+            waiting_step=waiting_step,
+            session_messages=session_messages,
+        )
 
     async def _append(self, append: Append) -> int:
         delay_s = RETRY_MIN_S

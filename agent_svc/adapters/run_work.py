@@ -17,7 +17,7 @@ from agent_svc.adapters.held_run import HeldRun
 from agent_svc.adapters.ingest_run import IngestRun
 from agent_svc.adapters.journal import Journal
 from agent_svc.adapters.task_run import Counts, Manner, TaskRun, TaskWorld
-from agent_svc.domain.ending import Bounds, after_refusal, unread
+from agent_svc.domain.ending import Bounds, Pause, after_refusal, unread
 from agent_svc.domain.history import fold
 from agent_svc.domain.model import End, Ended, Event
 from agent_svc.run_ports import (
@@ -35,7 +35,7 @@ from agent_svc.run_ports import (
     Usage,
 )
 from sluice import logs
-from sluice.errors import Code, SluiceError, internal
+from sluice.errors import SluiceError, internal
 from sluice.telemetry import Telemetry
 
 UNREADABLE_PAUSE_S: Final = 60.0
@@ -101,15 +101,20 @@ class RunWork:
         try:
             return await self._work(held, journal, spec)
         except SluiceError as error:
-            if error.code not in (Code.INTERNAL, Code.INVALID_ARGUMENT):
+            if error.reason == "LEASE_LOST":
                 raise
-            log.failure("a run met a fault", error, run_id=held.lease.run_id)
+            log.warning("a run cannot go on", run_id=held.lease.run_id, reason=error.reason)
+            refusal = error
         except Exception as error:
             log.failure("a run met a fault", error, run_id=held.lease.run_id)
-        if journal.history.ended is not None:
-            raise internal("")  # its end cannot be stored; the lease lapses
-        left = after_refusal(bounds, journal.history, internal(""), journal.now_s())
-        return await journal.leave(left)
+            refusal = internal("")
+        # What the store refuses for good, or a fault of this code: later, or the end.
+        if journal.history.ended is None:
+            left = after_refusal(bounds, journal.history, refusal, journal.now_s())
+            if isinstance(left, Pause):
+                await journal.pause(left)
+                return None
+        return await journal.give_up(refusal)
 
     async def _work(self, held: HeldRun, journal: Journal, spec: Spec) -> Ended | None:
         outside, lease, manner = self._outside, held.lease, self._manner

@@ -483,22 +483,19 @@ async def test_an_agent_that_stood_still_does_nothing_more_for_a_run_that_was_ta
 @virtual
 async def test_no_effect_begins_while_the_lease_may_have_lapsed(world: World) -> None:
     world.script.replies = list(TWO_STEPS)
-    world.script.model_s = 4.0
+    world.script.model_s = 10.0
     run = world.run()
-    agent = world.agent()
+    world.agent()
     await asyncio.sleep(3.5)
-
-    async def no_renewals(*_: object) -> list[object]:
-        raise unavailable("STATE_UNREACHABLE", "x")
-
-    real = world.state.renew
-    world.state.renew = no_renewals  # type: ignore[method-assign, assignment]
+    # Neither renewals nor claims are answered; appends are, since nobody else has the run.
+    world.state.refused_calls = {"renew", "claim"}
     await asyncio.sleep(20)
-    # The append went through, since the run is nobody else's; the calls wait for the lease.
-    assert names(run)[-2:] == ["CallStarted", "CallStarted"] or agent.worker.leases_lost
-    assert world.script.effects == {} or run.claims > 1
-    world.state.renew = real  # type: ignore[method-assign]
+    assert names(run)[-2:] == ["CallStarted", "CallStarted"]
+    assert world.script.effects == {}
+    world.state.refused_calls = set()
+    run.due = world.clock() + 60  # the renewal comes before anybody's claim
     await world.until_ended(run)
+    assert run.claims == 1
     assert set(world.script.effects.values()) == {1}
 
 
@@ -530,6 +527,20 @@ async def test_an_append_whose_answer_is_lost_is_not_made_twice(world: World) ->
     await world.until_ended(run)
     assert names(run).count("ModelStep") == 2
     assert world.script.effects == {"r1:2": 1, "r1:3": 1}
+
+
+@virtual
+async def test_what_the_store_refuses_for_good_ends_the_run_and_frees_its_session(
+    world: World,
+) -> None:
+    world.state.sessions["s"] = []
+    run = world.run(tools=(), turn=True, session="s")
+    world.state.refuse = SluiceError(Code.FAILED_PRECONDITION, "SESSION_FULL", "Full.")
+    world.agent()
+    await world.until_ended(run)
+    assert names(run) == ["Queued", "ModelStep", "Ended"]
+    assert end_reason(run) == "SESSION_FULL"
+    assert world.state.sessions["s"] == []
 
 
 # --- Sessions, text, budgets --------------------------------------------------------------------

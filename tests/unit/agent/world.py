@@ -21,6 +21,7 @@ from agent_svc.adapters.worker import Limits, Worker
 from agent_svc.domain.ending import Rules
 from agent_svc.domain.model import (
     Budget,
+    CallEnded,
     Choice,
     Effect,
     Event,
@@ -109,8 +110,11 @@ class MemoryState:
         self.needless: set[RunId] = set()
         self.texts: defaultdict[RunId, list[tuple[int, str, bool]]] = defaultdict(list)
         self.down = False
+        self.refused_calls: set[str] = set()
+        self.cut_off: set[str] = set()  # holders whose calls never arrive
         self.orders_down = False
         self.lost_replies = 0
+        self.refuse: SluiceError | None = None  # what the next append with events hears
         self.calls: Counter[str] = Counter()
         self._orders: dict[str, asyncio.Queue[Order]] = {}
 
@@ -155,7 +159,7 @@ class MemoryState:
     async def _network(self, call: str) -> None:
         self.calls[call] += 1
         await asyncio.sleep(0.001)
-        if self.down:
+        if self.down or call in self.refused_calls:
             raise unavailable("STATE_UNREACHABLE", "x")
 
     async def claim(self, holder: str, runs_max: int, lease_s: float) -> Claims:
@@ -213,6 +217,9 @@ class MemoryState:
             self._held(lease)
             if append.expected_sequence != len(run.events):
                 raise SluiceError(Code.ABORTED, "VERSION_CONFLICT", "x")
+            if self.refuse is not None and append.events:
+                refusal, self.refuse = self.refuse, None
+                raise refusal
             self._apply(run, append)
         if self.lost_replies:
             self.lost_replies -= 1
@@ -297,6 +304,8 @@ class Script:
     ended: Counter[str] = field(default_factory=Counter)  # calls that ended, by key
     errors: dict[str, list[ToolError]] = field(default_factory=dict)  # by tool, one per try
     embeds: int = 0
+    by_run: dict[str, list[str | SluiceError]] = field(default_factory=dict)  # other replies
+    late: list[str] = field(default_factory=list)  # calls made after their end was stored
 
 
 def calls(*wanted: tuple[str, dict[str, Any]]) -> str:
@@ -339,7 +348,8 @@ class ScriptedModel:
         script = self._script
         script.prompts.append(prompt)
         script.model_calls[request_id] += 1
-        reply = script.replies[min(self._before(request_id), len(script.replies) - 1)]
+        replies = script.by_run.get(request_id.rpartition(".")[0], script.replies)
+        reply = replies[min(self._before(request_id), len(replies) - 1)]
         if isinstance(reply, SluiceError):
             await asyncio.sleep(0.001)
             raise reply
@@ -371,9 +381,10 @@ TOOLS = {
 class ScriptedTools:
     """Port GrantedTools: each call has an effect at its beginning and takes its time."""
 
-    def __init__(self, script: Script, names: Sequence[str]) -> None:
+    def __init__(self, script: Script, names: Sequence[str], run: Run | None = None) -> None:
         self._script = script
         self._names = names
+        self._run = run
 
     async def infos(self) -> Sequence[ToolInfo]:
         return [TOOLS[name] for name in self._names if name in TOOLS]
@@ -385,6 +396,10 @@ class ScriptedTools:
         script, key = self._script, context.idempotency_key
         await asyncio.sleep(script.tool_s / 2)
         script.effects[key] += 1
+        stored = self._run.kinds if self._run else []
+        ends = [kind.step for kind in stored if isinstance(kind, CallEnded)]
+        if any(key == f"{context.run_id}:{step}" for step in ends):
+            script.late.append(key)
         if left := script.errors.get(name):
             raise left.pop(0)
         await asyncio.sleep(script.tool_s / 2)
@@ -392,10 +407,31 @@ class ScriptedTools:
         return ToolResult(json.dumps({"got": json.loads(arguments_json)}))
 
 
+class Link:
+    """One agent's way to the twin, which can be cut for ever."""
+
+    def __init__(self, state: MemoryState, name: str) -> None:
+        self._state = state
+        self._name = name
+
+    def __getattr__(self, method: str) -> Any:
+        found = getattr(self._state, method)
+        if method == "orders":
+            return found
+
+        async def call(*args: Any, **fields: Any) -> Any:
+            if self._name in self._state.cut_off:
+                await asyncio.Event().wait()
+            return await found(*args, **fields)
+
+        return call
+
+
 @dataclass
 class Agent:
     """One agent service."""
 
+    name: str
     worker: Worker
     task: asyncio.Task[None]
 
@@ -425,20 +461,23 @@ class World:
 
     def agent(self) -> Agent:
         """Starts an agent service."""
+        name = f"agent-{len(self.agents)}"
+        link: Any = Link(self.state, name)
         outside = Outside(
-            runs=self.state,
-            sessions=self.state,
-            documents=self.state,
-            usage=self.state,
+            runs=link,
+            sessions=link,
+            documents=link,
+            usage=link,
             models=ScriptedModels(self.script, self.state),
-            tools=lambda tenant, run_id, names: ScriptedTools(self.script, names),
+            tools=lambda tenant, run_id, names: ScriptedTools(
+                self.script, names, self.state.runs[tenant, RunId(run_id)]
+            ),
             chunks_of=chunks_of,
             wall=lambda: UNIX_S + self.clock(),
         )
         work = RunWork(outside, self.manner, embed_batch=4)
-        name = f"agent-{len(self.agents)}"
-        worker = Worker(name, self.state, work, self.limits, clock=self.clock)
-        made = Agent(worker, asyncio.get_running_loop().create_task(worker.run()))
+        worker = Worker(name, link, work, self.limits, clock=self.clock)
+        made = Agent(name, worker, asyncio.get_running_loop().create_task(worker.run()))
         self.agents.append(made)
         return made
 
