@@ -43,6 +43,10 @@ from agent_svc.domain.model import (
 from sluice.errors import Code, failed_precondition
 
 
+DECISIONS = 1
+"""Number of these rules: a run that was begun under another number may go another way now."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallModel:
     """Let the model write. ``tokens_left``: most tokens that it may write. ``deadline_s``: seconds
