@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from typing import Final
 
+from execution_svc.adapters.agents import AGENT_SERVICE, Agents
 from execution_svc.adapters.counts import Counts
 from execution_svc.adapters.instance_channels import GrpcInstances
 from execution_svc.adapters.metrics import observe
@@ -20,6 +22,7 @@ from sluice.telemetry import Telemetry
 
 SERVICE: Final = "sluice.execution.v1.ExecutionService"
 DEADLINE_MAX_S: Final = 86_400.0
+AGENT_LIMIT_S: Final = 10.0
 
 
 async def serve() -> int:
@@ -37,24 +40,33 @@ async def serve() -> int:
     )
     instances = GrpcInstances()
     counts = Counts()
-    servicer = ExecutionServicer(instances, telemetry, counts)
+    health = Health()
+    agents = Agents(config.agents, health.component("agents", optional=True))
+    health.add_service(AGENT_SERVICE, needs=health.component("agents"))
+    servicer = ExecutionServicer(instances, telemetry, counts, agents)
     observe(telemetry, counts, lambda: servicer.scheduler_streams)
     server = MeshServer(
         "execution",
         [config.bind],
-        Health(),
+        health,
         deadlines={
             f"/{SERVICE}/Execute": MethodDeadline(config.execute_deadline_s, DEADLINE_MAX_S),
             f"/{SERVICE}/ExecuteEmbed": MethodDeadline(config.embed_deadline_s, DEADLINE_MAX_S),
+            f"/{SERVICE}/StartRun": MethodDeadline(AGENT_LIMIT_S, AGENT_LIMIT_S),
+            f"/{SERVICE}/ListTools": MethodDeadline(AGENT_LIMIT_S, AGENT_LIMIT_S),
         },
         telemetry=telemetry,
     )
     execution_pb2_grpc.add_ExecutionServiceServicer_to_server(servicer, server.grpc)
     server.add_service(SERVICE)
     await server.start()
-    status = await serve_until_signalled(
-        [server], servicer.drain, config.drain_grace_s, probe_lag_s=config.probe_lag_s
-    )
+    async with asyncio.TaskGroup() as group:
+        looking = group.create_task(agents.run())
+        status = await serve_until_signalled(
+            [server], servicer.drain, config.drain_grace_s, probe_lag_s=config.probe_lag_s
+        )
+        looking.cancel()
+    await agents.close()
     await instances.close()
     return status
 

@@ -17,6 +17,7 @@ from scheduler_svc.domain.limits import (
 from scheduler_svc.domain.model import PriorityClass
 from scheduler_svc.domain.placement import POLICIES
 from scheduler_svc.domain.prices import Prices
+from scheduler_svc.domain.run_budget import RunLimits
 from sluice.config import ConfigError, section, setting
 
 WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
@@ -131,7 +132,9 @@ class SchedulerConfig:
     breaker_successes: int = setting(
         2, ge=1, le=100, help="First tokens of such requests that close the breaker."
     )
-    agent_runs_max: int = setting(64, ge=1, le=100000, help="Agent runs at once in this scheduler.")
+    agent_runs_max: int = setting(
+        64, ge=1, le=1000, help="Open agent runs of a tenant that has no limit of its own."
+    )
     agent_utilisation_max: float = setting(
         0.9, ge=0.0, le=1.0, help="No agent run begins while more of a model's places are taken."
     )
@@ -141,6 +144,26 @@ class SchedulerConfig:
         ge=0.0,
         le=3600.0,
         help="No agent run begins while requests of its model are expected to wait longer.",
+    )
+    agent_steps_max: int = setting(
+        50, ge=1, le=10000, help="Model and tool calls of a run; a client may ask for fewer."
+    )
+    agent_tokens_max: int = setting(
+        500000, unit="tokens", ge=1, le=1000000000, help="Tokens of all model calls of a run."
+    )
+    agent_tool_calls_max: int = setting(100, ge=0, le=10000, help="Tool calls of a run.")
+    agent_wall_time_max_s: float = setting(
+        3600.0,
+        unit="s",
+        ge=1.0,
+        le=2592000.0,
+        help="Time of a run, what it waits for people not counted.",
+    )
+    agent_cost_max: float = setting(
+        1000000.0, ge=0.000001, le=1000000000.0, help="Cost of a run, in the currency of prices."
+    )
+    run_watches_max: int = setting(
+        4096, ge=4, le=100000, help="Runs watched at once in this scheduler; a quarter per tenant."
     )
     decision_sample_ratio: float = setting(
         0.01,
@@ -317,6 +340,17 @@ def agent_limits(config: SchedulerConfig) -> AgentLimits:
         runs_max=config.agent_runs_max,
         utilisation_max=config.agent_utilisation_max,
         wait_max_s=config.agent_wait_max_s,
+    )
+
+
+def run_limits(config: SchedulerConfig) -> RunLimits:
+    """The limits of a run that asks for none, and the most that one may ask for."""
+    return RunLimits(
+        steps_max=config.agent_steps_max,
+        tokens_max=config.agent_tokens_max,
+        tool_calls_max=config.agent_tool_calls_max,
+        wall_time_s=config.agent_wall_time_max_s,
+        cost_max=config.agent_cost_max,
     )
 
 

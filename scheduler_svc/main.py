@@ -11,6 +11,7 @@ from typing import Final
 import grpc.aio
 
 from scheduler_svc.adapters.admin_api import AdminApi
+from scheduler_svc.adapters.agent_link import AgentLink
 from scheduler_svc.adapters.agent_path import AgentPath
 from scheduler_svc.adapters.alias_table import AliasTable
 from scheduler_svc.adapters.catalog import Catalog
@@ -21,6 +22,7 @@ from scheduler_svc.adapters.execution_link import ExecuteConnection, ExecutionLi
 from scheduler_svc.adapters.fleet_watch import FleetWatch
 from scheduler_svc.adapters.gate import Gate
 from scheduler_svc.adapters.identity import Identity
+from scheduler_svc.adapters.joined import joined
 from scheduler_svc.adapters.mesh_api import MeshApi
 from scheduler_svc.adapters.metrics import SchedulerMetrics
 from scheduler_svc.adapters.public_api import PublicApi
@@ -28,6 +30,9 @@ from scheduler_svc.adapters.quota_client import GrpcQuotaTransport, QuotaClient
 from scheduler_svc.adapters.quota_keeper import QuotaKeeper
 from scheduler_svc.adapters.quota_metrics import QuotaMetrics
 from scheduler_svc.adapters.run_rights import RunRights
+from scheduler_svc.adapters.run_store import RunStore
+from scheduler_svc.adapters.run_watch import RunWatches
+from scheduler_svc.adapters.runs_api import RunParts, RunsApi
 from scheduler_svc.adapters.serving import EmbedStub, Serving
 from scheduler_svc.adapters.state_admin import StateAdmin
 from scheduler_svc.adapters.state_watch import StateWatch
@@ -40,6 +45,7 @@ from scheduler_svc.config import (
     domain_limits,
     pairs,
     prices,
+    run_limits,
 )
 from scheduler_svc.domain.agent_gate import AgentGate
 from scheduler_svc.domain.flush import FlushBudget
@@ -76,6 +82,7 @@ QUOTA_DRAIN_S: Final = 1.0
 USAGE_DRAIN_S: Final = 3.0
 DECISIONS_DRAIN_S: Final = 1.0
 RENEW_LIMIT_S: Final = 3.0
+WATCH_DRAIN_S: Final = 2.0  # for watches of runs that are about to end
 
 
 class Parts:
@@ -91,6 +98,7 @@ class Parts:
         self.usage = UsageLog.over(self.state_channel, life)
         self.decisions = DecisionLog.over(self.state_channel, config.decision_ring_mib << 20)
         self.quota: QuotaClient | None = None
+        self.watches: RunWatches | None = None
         if self.state_channel is not None:
             transport = GrpcQuotaTransport(self.state_channel)
             self.quota = QuotaClient(life, transport, time.monotonic)
@@ -111,7 +119,7 @@ class Parts:
         self._state_watch = self._watch_of_state(aliases, health)
         metrics = SchedulerMetrics(telemetry, self.gate)
         self.decisions.export(telemetry)
-        agents = AgentPath(AgentGate(agent_limits(config)), self.usage)
+        agents = AgentPath(AgentGate(agent_limits(config)), run_limits(config))
         agents.export(telemetry)
         telemetry.counter(names.CONFIG_RELOADS, self._read_reloads)
         decisions = Decisions(
@@ -129,21 +137,37 @@ class Parts:
             prices(config),
             decisions,
         )
-        # The methods of later layers are the generated base's, which answers UNIMPLEMENTED; the
-        # stubs call them abstract.
-        self.public = PublicApi(  # type: ignore[abstract]
-            serving,
-            Identity(self.tenants, serving),
-            catalog,
-            self.gate,
-            self.usage,
-            decisions,
-            agents,
+        identity = Identity(self.tenants, serving)
+        credentials = CredentialSigner(signer)
+        self.link = AgentLink(self._channels, self._usable)
+        store = None
+        if self.state_channel is not None:
+            store = RunStore(self.state_channel, credentials)
+            self.watches = RunWatches(
+                open_channel(config.state),
+                write_limit_s=config.write_limit_s,
+                watches_max=config.run_watches_max,
+            )
+        runs = RunParts(
+            serving=serving,
+            identity=identity,
+            catalog=catalog,
+            gate=self.gate,
+            agents=agents,
+            link=self.link,
+            store=store,
+            watches=self.watches,
+            state_up=lambda: not health.component("state", optional=True).reason,
+        )
+        # The stubs call what a part does not define abstract.
+        self.public = joined(
+            PublicApi(serving, identity, catalog, self.usage, decisions),  # type: ignore[abstract]
+            RunsApi(runs),  # type: ignore[abstract]
         )
         self.meshed = MeshApi(
             serving,
             self.tenants,
-            CredentialSigner(signer),
+            credentials,
             CredentialVerifier(config.keys_dir / PUBLIC_FOLDER),
             RunRights(self.state_channel, self.tenants),
         )
@@ -177,6 +201,9 @@ class Parts:
             return None
         return execution_pb2_grpc.ExecutionServiceStub(self._channels[link.target])
 
+    def _usable(self, target: str) -> bool:
+        return any(link.target == target and link.usable for link in self.gate.links)
+
     def _read_reloads(self) -> list[tuple[int, Labels]]:
         return [
             (self.tenants.reloads, {"result": "ok"}),
@@ -192,6 +219,7 @@ class Parts:
             if self._state_watch is not None:
                 group.create_task(self._state_watch.run())
             group.create_task(self._watch_links())
+            group.create_task(self.link.run())
             if self.quota is not None:
                 group.create_task(self.quota.run())
                 group.create_task(self.usage.run())
@@ -213,7 +241,11 @@ class Parts:
     async def drain(self) -> None:
         """Takes nothing new, lets open requests end, then closes the links in order."""
         self.gate.domain.drain()
+        if self.watches is not None:
+            self.watches.close()
         await self.gate.idle()
+        if self.watches is not None:
+            await self.watches.drain(WATCH_DRAIN_S)
         for link in self.gate.links:
             link.drain()
             link.close()
@@ -225,6 +257,8 @@ class Parts:
             await self.usage.drain(USAGE_DRAIN_S)
             await self.decisions.drain(DECISIONS_DRAIN_S)
             await self.state_channel.close()
+            if self.watches is not None:
+                await self.watches.disconnect()
 
 
 def _state_channel(target: str) -> grpc.aio.Channel | None:
@@ -265,7 +299,8 @@ async def serve() -> int:
     # A class's own default applies where a caller sets no deadline; see ClassTimes.
     longest = MethodDeadline(config.deadline_max_s, config.deadline_max_s)
     deadlines = {
-        f"/{SERVICE}/{method}": longest for method in ("Generate", "GenerateText", "RunAgent")
+        f"/{SERVICE}/{method}": longest
+        for method in ("Generate", "GenerateText", "RunAgent", "WatchRun")
     }
     public = MeshServer(
         "scheduler", [config.bind], health, deadlines=deadlines, telemetry=telemetry

@@ -55,7 +55,7 @@ class Health:
 
     def __init__(self) -> None:
         self._components: dict[str, Component] = {}
-        self._services: set[str] = {""}
+        self._services: dict[str, Component | None] = {"": None}
         self._callbacks: list[Callable[[bool], None]] = []
         self._watchers: set[asyncio.Event] = set()
         self._closed = False
@@ -72,9 +72,10 @@ class Health:
             self.changed()
         return component
 
-    def add_service(self, full_name: str) -> None:
-        """Makes a service's name known to Check and Watch."""
-        self._services.add(full_name)
+    def add_service(self, full_name: str, needs: Component | None = None) -> None:
+        """Makes a service's name known to Check and Watch. ``needs``: what it needs beside the
+        health of all, as a service has that is only reached through this process."""
+        self._services[full_name] = needs
         self.changed()
 
     @property
@@ -117,7 +118,8 @@ class Health:
         """As in grpc.health.v1."""
         if service not in self._services:
             return _UNKNOWN
-        return _SERVING if self._healthy else _NOT_SERVING
+        needs = self._services[service]
+        return _SERVING if self._healthy and not (needs and needs.reason) else _NOT_SERVING
 
     async def stream(self, service: str) -> AsyncIterator[int]:
         """The status now and whenever it changes, until :meth:`close`."""

@@ -91,6 +91,8 @@ REQUESTS: Final[Mapping[str, Reason]] = {
         "The agent path is closed; `gate_reason` says why: NOT_ALLOWED, TOO_MANY_RUNS, SATURATED.",
     ),
     "AGENT_SERVICE_MISSING": _reason(_DOWN, "mesh", "This mesh has no agent service."),
+    "AGENT_UNREACHABLE": _reason(_DOWN, "mesh", "No agent service answers now.", delay=True),
+    "SESSIONS_NOT_ALLOWED": _reason(_MAY_NOT, "tenant", "The tenant may not keep sessions."),
     "TOOL_NOT_ALLOWED": _reason(_MAY_NOT, "tenant", "A tool is not in the tenant's list."),
     # Quotas; QuotaFailure names the one that is used up.
     "QUOTA_EXCEEDED": _reason(_BUSY, "tenant", "A quota of the tenant is used up.", delay=True),

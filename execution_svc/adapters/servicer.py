@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import grpc.aio
 
+from execution_svc.adapters.agents import Agents
 from execution_svc.adapters.counts import Counts
 from execution_svc.adapters.scheduler_stream import SchedulerStream
 from execution_svc.ports import Instances
 from sluice import deadline
 from sluice.channels import is_target
-from sluice.errors import SluiceError, exhausted, failed_precondition, invalid, unavailable
+from sluice.errors import SluiceError, exhausted, invalid, unavailable
 from sluice.execution.v1 import execution_pb2, execution_pb2_grpc
 from sluice.frames_grpc import server_connection
 from sluice.ids import is_request_id
@@ -32,6 +34,8 @@ RETRY_S = 1.0
 MARGIN_S = 0.01
 BUDGET_MIN_S = 0.01
 BUDGET_MAX_S = 3600.0
+# How often agent services look for runs by themselves.
+POLL_DELAY = timedelta(seconds=1)
 
 
 class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
@@ -41,8 +45,11 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
     generators, though the stubs know only those: so a cancelled call cancels its instance's call at
     once, not when a forgotten generator is closed."""
 
-    def __init__(self, instances: Instances, telemetry: Telemetry, counts: Counts) -> None:
+    def __init__(
+        self, instances: Instances, telemetry: Telemetry, counts: Counts, agents: Agents
+    ) -> None:
         self._instances = instances
+        self._agents = agents
         self._telemetry = telemetry
         self._counts = counts
         self._streams: dict[SchedulerStream, None] = {}  # in order of coming
@@ -119,9 +126,31 @@ class ExecutionServicer(execution_pb2_grpc.ExecutionServiceServicer):
             execution_pb2.StartRunRequest, execution_pb2.StartRunResponse
         ],
     ) -> execution_pb2.StartRunResponse:
-        raise failed_precondition(
-            "AGENT_SERVICE_NOT_CONFIGURED", "No agent service is configured for this replica."
-        )
+        if self._draining:
+            raise _draining()
+        if not request.tenant:
+            raise invalid("tenant", "must not be empty")
+        if not is_request_id(request.run_id):
+            raise invalid("run_id", "must be 1 to 128 visible ASCII characters")
+        with self._working():
+            nudged = await self._agents.nudge(request.tenant, request.run_id)
+        response = execution_pb2.StartRunResponse(nudged=nudged)
+        if not nudged:
+            response.poll_delay.FromTimedelta(POLL_DELAY)
+        return response
+
+    async def ListTools(
+        self,
+        request: execution_pb2.ListToolsRequest,
+        context: grpc.aio.ServicerContext[
+            execution_pb2.ListToolsRequest, execution_pb2.ListToolsResponse
+        ],
+    ) -> execution_pb2.ListToolsResponse:
+        if not request.tenant:
+            raise invalid("tenant", "must not be empty")
+        with self._working():
+            tools = await self._agents.tools(request.tenant)
+        return execution_pb2.ListToolsResponse(tools=tools)
 
     @property
     def scheduler_streams(self) -> int:

@@ -1,42 +1,34 @@
 """The agent path at the public API: who gets through the gate, and what the others hear.
 
-There is no agent service yet: a request that insists on the agent path is refused by type, and one
-that allows it (AUTO) is answered by one direct call, whose messages become the events of a run that
-is nowhere stored. Counts what the gate said, and what runs were not needed. One event loop.
+A request that insists on the agent path and does not get it is refused by type; one that allows it
+(AUTO) is answered by one direct call, whose messages become the events of a run that is nowhere
+stored. Counts what the gate said. Runs that were not needed are counted by the agent service that
+ended them, once each: a scheduler does not see every end. One event loop.
 """
 
 from __future__ import annotations
 
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
+from scheduler_svc.adapters import run_request
 from scheduler_svc.adapters.tenant import Tenant
-from scheduler_svc.adapters.usage_log import UsageLog
 from scheduler_svc.domain.agent_gate import (
     AgentGate,
     AgentMode,
     FleetLoad,
     GateReason,
     Path,
-    RunSummary,
     Verdict,
-    agent_not_needed,
-    extra_cost,
 )
+from scheduler_svc.domain.run_budget import RunLimits, granted
 from sluice import telemetry_names as names
 from sluice.common.v1 import input_pb2, result_pb2
-from sluice.errors import FieldViolation, SluiceError, invalid, permission_denied
+from sluice.errors import FieldViolation, SluiceError
 from sluice.scheduler.v1 import generate_pb2, runs_pb2
 from sluice.telemetry import Labels, Telemetry
-
-TENANTS_MAX: Final = 4_096
-"""Tenants counted apart; more are counted together."""
-
-TOOLS_MAX: Final = 128
-OTHER: Final = "other"
 
 _MODES: Final = {
     runs_pb2.AGENT_MODE_UNSPECIFIED: AgentMode.REQUIRED,
@@ -48,88 +40,64 @@ _MODES: Final = {
 class AgentPath:
     """See the module's docstring."""
 
-    def __init__(self, gate: AgentGate, usage: UsageLog) -> None:
+    def __init__(self, gate: AgentGate, most: RunLimits) -> None:
+        """``most``: the deployment's limits of a run."""
         self.verdicts: Counter[tuple[Path, GateReason]] = Counter()
-        self.not_needed: Counter[str] = Counter()
-        self.extra_cost: dict[str, float] = {}
         self._gate = gate
-        self._usage = usage
+        self._most = most
 
     def export(self, telemetry: Telemetry) -> None:
         """Exports the counts."""
         telemetry.counter(names.AGENT_VERDICTS, self._read_verdicts)
-        telemetry.counter(names.AGENT_NOT_NEEDED, self._read_not_needed)
-        telemetry.counter(names.AGENT_EXTRA_COST, self._read_extra_cost)
 
-    def judge(self, request: runs_pb2.RunAgentRequest, tenant: Tenant, load: FleetLoad) -> Verdict:
-        """The path of a request that was checked. What needs a stored run (a session, or going on
-        in the background) cannot be answered directly."""
-        mode = _MODES[request.mode]
-        if request.session_id or request.background:
-            mode = AgentMode.REQUIRED
-        verdict = self._gate.judge(
-            mode,
-            tenant.name,
-            load,
-            allowed=tenant.agents,
-            available=False,
-            tenant_runs_max=tenant.concurrent_runs,
-        )
-        self.verdicts[verdict.path, verdict.reason] += 1
+    def judge(
+        self,
+        request: runs_pb2.RunAgentRequest,
+        tenant: Tenant,
+        load: FleetLoad,
+        *,
+        available: bool,
+    ) -> Verdict:
+        """The path of a request that was checked. ``available``: whether runs can be stored and
+        somebody works on them."""
+        mode = mode_of(request)
+        verdict = self._gate.judge(mode, load, allowed=tenant.agents, available=available)
+        if verdict.path is Path.AGENT and not self.runs_max(tenant):
+            return self.too_many(request, tenant)
         return verdict
+
+    def too_many(self, request: runs_pb2.RunAgentRequest, tenant: Tenant) -> Verdict:
+        """The path of a request that is one run too many for its tenant."""
+        return self._gate.too_many(mode_of(request), tenant.name, self.runs_max(tenant))
+
+    def runs_max(self, tenant: Tenant) -> int:
+        """Most open runs of a tenant."""
+        return self._gate.runs_max(tenant.concurrent_runs)
+
+    def budget(self, budget: runs_pb2.RunBudget) -> RunLimits:
+        """The limits of a run, of which some may have been asked for."""
+        return granted(run_request.asked(budget), self._most)
+
+    def count(self, verdict: Verdict) -> None:
+        """Counts what was said in the end."""
+        self.verdicts[verdict.path, verdict.reason] += 1
 
     def refusal(self, verdict: Verdict) -> SluiceError:
         """What a request that was refused by ``verdict`` is told."""
         return self._gate.refusal(verdict)
 
-    def run_ended(self, summary: RunSummary) -> None:
-        """Counts a run that was not needed, with what it cost beyond a direct call."""
-        if not agent_not_needed(summary):
-            return
-        tenant = summary.tenant
-        if tenant not in self.not_needed and len(self.not_needed) >= TENANTS_MAX:
-            tenant = OTHER
-        self.not_needed[tenant] += 1
-        self.extra_cost[tenant] = self.extra_cost.get(tenant, 0.0) + extra_cost(summary)
-        self._usage.agent_not_needed(summary.tenant, summary.model)
-
     def _read_verdicts(self) -> Iterator[tuple[int, Labels]]:
         for (path, reason), count in list(self.verdicts.items()):
             yield count, {"verdict": path.value, "reason": reason.value.lower()}
 
-    def _read_not_needed(self) -> Iterator[tuple[int, Labels]]:
-        for tenant, count in list(self.not_needed.items()):
-            yield count, {"tenant": tenant}
 
-    def _read_extra_cost(self) -> Iterator[tuple[float, Labels]]:
-        for tenant, cost in list(self.extra_cost.items()):
-            yield cost, {"tenant": tenant}
-
-
-def check(request: runs_pb2.RunAgentRequest, tenant: Tenant) -> None:
-    """Checks what a run needs beside what a generation does."""
-    if not is_uuid(request.request_id):
-        raise invalid("request_id", "must be a UUID")
-    if bool(request.task) == bool(request.messages):
-        raise invalid("task", "exactly one of task and messages is needed")
-    if request.mode not in _MODES:
-        raise invalid("mode", "is not a known mode")
-    if len(request.tools) > TOOLS_MAX:
-        raise invalid("tools", f"has {len(request.tools)} entries; at most {TOOLS_MAX} are allowed")
-    for index, tool in enumerate(request.tools):
-        if tool not in tenant.tools:
-            raise permission_denied(
-                "TOOL_NOT_ALLOWED",
-                f"tools[{index}] is not in the tenant's list of tools",
-            )
-
-
-def is_uuid(text: str) -> bool:
-    """Whether it is a UUID in its usual form."""
-    try:
-        return str(uuid.UUID(text)) == text.lower()
-    except ValueError:
-        return False
+def mode_of(request: runs_pb2.RunAgentRequest) -> AgentMode:
+    """What a request allows. What needs a stored run (a session, or going on in the background) or
+    the use of tools cannot be answered directly."""
+    needs_tools = request.tool_choice in run_request.NEED_TOOLS
+    if request.session_id or request.background or needs_tools:
+        return AgentMode.REQUIRED
+    return _MODES[request.mode]
 
 
 def direct_request(request: runs_pb2.RunAgentRequest) -> generate_pb2.GenerateRequest:
@@ -148,8 +116,6 @@ def direct_request(request: runs_pb2.RunAgentRequest) -> generate_pb2.GenerateRe
         direct.sampling.structured_output.json_schema = request.answer_schema_json
     if request.budget.HasField("tokens_max"):
         most = request.budget.tokens_max
-        if not most:
-            raise invalid("budget.tokens_max", "must be 1 or more")
         if not direct.sampling.HasField("max_tokens") or most < direct.sampling.max_tokens:
             direct.sampling.max_tokens = min(most, 2**31 - 1)
     return direct

@@ -105,6 +105,18 @@ class Catalog:
             raise failed_precondition("MODEL_CAPABILITY", f"model {resolved} does not {verb}")
         return resolved
 
+    def default_embedding(self, tenant: Tenant) -> str:
+        """The model with which the tenant's documents are embedded; empty: there is none."""
+        try:
+            return self.resolve("", tenant, embeds=True)
+        except SluiceError:
+            return ""
+
+    def context_tokens(self, model: str) -> int:
+        """Tokens of prompt and output together that a served model takes; 0: not known."""
+        described = self._known().get(model)
+        return 0 if described is None else described.context_tokens
+
     def list(self, tenant: Tenant) -> list[generate_pb2.Model]:
         """The models that a tenant may use, by name."""
         models: dict[str, generate_pb2.Model] = {}

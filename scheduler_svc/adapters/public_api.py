@@ -1,8 +1,6 @@
-"""The public service: what a client's call becomes, and what it hears.
+"""Generation, models and records at the public service.
 
 One handler per call. A handler identifies the tenant and hands the request to what serves it.
-Methods that no part has are answered by the generated base class as UNIMPLEMENTED; the error
-interceptor adds the typed reason.
 """
 
 from __future__ import annotations
@@ -12,17 +10,14 @@ from typing import Any, Final
 
 import grpc
 
-from scheduler_svc.adapters import agent_path
 from scheduler_svc.adapters.catalog import Catalog
 from scheduler_svc.adapters.decisions import Decisions
-from scheduler_svc.adapters.gate import Gate
 from scheduler_svc.adapters.identity import Identity
-from scheduler_svc.adapters.serving import Caller, Serving
+from scheduler_svc.adapters.serving import Serving
 from scheduler_svc.adapters.usage_log import UsageLog
-from scheduler_svc.domain.agent_gate import Path, Verdict
-from sluice.errors import SluiceError, invalid
+from sluice.errors import invalid
 from sluice.ids import is_request_id
-from sluice.scheduler.v1 import generate_pb2, records_pb2, runs_pb2, scheduler_pb2_grpc
+from sluice.scheduler.v1 import generate_pb2, records_pb2, scheduler_pb2_grpc
 from sluice.timestamps import unix_seconds
 
 USAGE_DEFAULT_S: Final = 86_400.0
@@ -39,18 +34,14 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         serving: Serving,
         identity: Identity,
         catalog: Catalog,
-        gate: Gate,
         usage: UsageLog,
         decisions: Decisions,
-        agents: agent_path.AgentPath,
     ) -> None:
         self._serving = serving
         self._identity = identity
         self._catalog = catalog
-        self._gate = gate
         self._usage = usage
         self._decisions = decisions
-        self._agents = agents
 
     # Not an async generator, as the stub's type would have it: a client's cancel must be raised
     # here, at the write, and not wait for a suspended generator to be collected.
@@ -60,36 +51,6 @@ class PublicApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         """See scheduler.proto."""
         caller = self._identity.caller(request, context)
         await self._serving.stream(request, caller, context, lambda message: (message,))
-
-    async def RunAgent(  # type: ignore[override]  # as Generate
-        self, request: runs_pb2.RunAgentRequest, context: Context
-    ) -> None:
-        """See scheduler.proto. Answered directly, where the request allows that: there is no agent
-        service yet."""
-        caller = self._identity.caller(request, context)
-        verdict = self._agent_verdict(request, caller)
-        try:
-            direct = agent_path.direct_request(request)
-            events = agent_path.DirectEvents(verdict.reason)
-            await self._serving.stream(direct, caller, context, events.of, verdict.reason.value)
-        except SluiceError as error:
-            raise agent_path.in_a_runs_words(error) from None
-
-    def _agent_verdict(self, request: runs_pb2.RunAgentRequest, caller: Caller) -> Verdict:
-        """Checks a run and asks the gate; raises a typed refusal."""
-        gate_reason = ""
-        try:
-            agent_path.check(request, caller.tenant)
-            model = self._catalog.resolve(request.model, caller.tenant)
-            load = self._gate.domain.load_of(model)
-            verdict = self._agents.judge(request, caller.tenant, load)
-            if verdict.path is Path.REFUSED:
-                gate_reason = verdict.reason.value
-                raise self._agents.refusal(verdict)
-        except SluiceError as refusal:
-            self._serving.refused(caller, None, refusal, gate_reason)
-            raise
-        return verdict
 
     async def GenerateText(
         self, request: generate_pb2.GenerateTextRequest, context: Context

@@ -51,7 +51,6 @@ class _Sums:
     output_tokens: int = 0
     cost: float = 0.0
     engine_s: float = 0.0
-    agent_not_needed: int = 0
 
     def record(self, key: _Key) -> usage_pb2.UsageRecord:
         """As a message."""
@@ -65,7 +64,6 @@ class _Sums:
             completion_tokens=self.output_tokens,
             cost=self.cost,
             gpu_seconds=self.engine_s,
-            agent_not_needed=self.agent_not_needed,
         )
 
 
@@ -115,12 +113,6 @@ class UsageLog:
         sums.output_tokens += used.output_tokens
         sums.cost += cost
         sums.engine_s += engine_s
-
-    def agent_not_needed(self, tenant: str, model: str) -> None:
-        """An agent run is over for which a direct call would have done."""
-        sums = self._sums_of(tenant, model)
-        if sums is not None:
-            sums.agent_not_needed += 1
 
     def _sums_of(self, tenant: str, model: str) -> _Sums | None:
         """Where to add; ``None``: nowhere, counted as lost if there should be a place."""

@@ -2,12 +2,12 @@
 
 An agent run is many model calls, of unknown number, that compete with everybody's; so the path is
 closed while the fleet is busy and open runs are bounded. Pure and synchronous; owned by the public
-API. Runs are counted here by :meth:`AgentGate.begin` and :meth:`AgentGate.end`.
+API. Runs are counted by the state service, which refuses one too many when it is to be stored:
+exact over all schedulers and their restarts. Here that becomes :meth:`AgentGate.too_many`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -31,7 +31,7 @@ class GateReason(Enum):
     NOT_ASKED = "NOT_ASKED"
     ALLOWED = "ALLOWED"
     NOT_ALLOWED = "NOT_ALLOWED"  # the tenant has no right to agents
-    TOO_MANY_RUNS = "TOO_MANY_RUNS"  # the tenant, or the scheduler, has as many runs as it may
+    TOO_MANY_RUNS = "TOO_MANY_RUNS"  # the tenant has as many open runs as it may
     SATURATED = "SATURATED"  # the fleet has no time to spare for runs
     NOT_AVAILABLE = "NOT_AVAILABLE"  # there is no agent service
 
@@ -46,12 +46,11 @@ class Path(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A path, and why. ``scope``: "tenant" or "scheduler", of TOO_MANY_RUNS; ``quota``: the
-    tenant's, of the first. ``wait_s``: the expected wait in the queue, of SATURATED."""
+    """A path, and why. ``quota``: the tenant's, of TOO_MANY_RUNS. ``wait_s``: the expected wait in
+    the queue, of SATURATED."""
 
     path: Path
     reason: GateReason
-    scope: str = ""
     wait_s: float = 0.0
     quota: QuotaViolation | None = None
 
@@ -67,7 +66,7 @@ class FleetLoad:
 
 @dataclass(frozen=True, slots=True)
 class AgentLimits:
-    """``runs_max``: runs at once in this scheduler, and of a tenant that has no limit of its own.
+    """``runs_max``: open runs of a tenant that has no limit of its own.
     Beyond ``utilisation_max`` or ``wait_max_s`` no run begins. A refused one may ask again when the
     queue is expected to be gone, within the two bounds, +/- the jitter."""
 
@@ -84,59 +83,43 @@ class AgentGate:
 
     def __init__(self, limits: AgentLimits) -> None:
         self._limits = limits
-        self._runs: Counter[str] = Counter()
         self._refused = 0
 
-    @property
-    def runs(self) -> int:
-        """Runs that have begun and not ended."""
-        return self._runs.total()
+    def runs_max(self, tenant_runs_max: int | None) -> int:
+        """Most open runs of a tenant: its own limit, if it has one. Runs that wait for people do
+        not count."""
+        return self._limits.runs_max if tenant_runs_max is None else tenant_runs_max
 
     def judge(
         self,
         mode: AgentMode,
-        tenant: str,
         load: FleetLoad,
         *,
         allowed: bool,
         available: bool,
-        tenant_runs_max: int | None,
     ) -> Verdict:
         """The path of a request. ``allowed``: the tenant's right to agents; ``available``: whether
         there is an agent service."""
         if mode is AgentMode.DIRECT:
             return Verdict(Path.DIRECT, GateReason.NOT_ASKED)
-        quota = None
-        reason, scope, wait_s = GateReason.ALLOWED, "", 0.0
+        reason, wait_s = GateReason.ALLOWED, 0.0
         if not allowed:
             reason = GateReason.NOT_ALLOWED
         elif not available:
             reason = GateReason.NOT_AVAILABLE
-        elif tenant_runs_max is not None and self._runs[tenant] >= tenant_runs_max:
-            reason, scope = GateReason.TOO_MANY_RUNS, "tenant"
-            words = "limit of agent runs at once"
-            quota = QuotaViolation(f"tenant:{tenant}", words, "concurrent_runs", tenant_runs_max)
-        elif self.runs >= self._limits.runs_max:
-            reason, scope = GateReason.TOO_MANY_RUNS, "scheduler"
         elif (
             load.utilisation > self._limits.utilisation_max or load.wait_s > self._limits.wait_max_s
         ):
             reason, wait_s = GateReason.SATURATED, load.wait_s
         if reason is GateReason.ALLOWED:
             return Verdict(Path.AGENT, reason)
-        path = Path.DIRECT if mode is AgentMode.AUTO else Path.REFUSED
-        return Verdict(path, reason, scope, wait_s, quota)
+        return Verdict(_closed(mode), reason, wait_s)
 
-    def begin(self, tenant: str) -> None:
-        """A run that was let through begins."""
-        self._runs[tenant] += 1
-
-    def end(self, tenant: str) -> None:
-        """A run is over, however it ended."""
-        assert self._runs[tenant] > 0, "more runs ended than began"
-        self._runs[tenant] -= 1
-        if not self._runs[tenant]:
-            del self._runs[tenant]
+    def too_many(self, mode: AgentMode, tenant: str, runs_max: int) -> Verdict:
+        """The path of a request that was let through and is one run too many."""
+        words = "limit of agent runs at once"
+        quota = QuotaViolation(f"tenant:{tenant}", words, "concurrent_runs", runs_max)
+        return Verdict(_closed(mode), GateReason.TOO_MANY_RUNS, quota=quota)
 
     def refusal(self, verdict: Verdict) -> Refusal:
         """What the client of a refused request is told."""
@@ -145,8 +128,6 @@ class AgentGate:
             return Refusal(Outcome.AGENT_REFUSED, code, message, reason="AGENT_SERVICE_MISSING")
         busy = code is Code.RESOURCE_EXHAUSTED
         metadata = {"gate_reason": verdict.reason.value}
-        if verdict.scope:
-            metadata["scope"] = verdict.scope
         refusal = Refusal(
             Outcome.AGENT_REFUSED,
             code,
@@ -165,6 +146,10 @@ class AgentGate:
         return wait_s * spread(self._refused, limits.retry_after_jitter)
 
 
+def _closed(mode: AgentMode) -> Path:
+    return Path.DIRECT if mode is AgentMode.AUTO else Path.REFUSED
+
+
 _REFUSALS: Final = {
     GateReason.NOT_ALLOWED: (
         Code.PERMISSION_DENIED,
@@ -180,28 +165,3 @@ _REFUSALS: Final = {
         "this mesh has no agent service; mode AUTO without a session is answered directly",
     ),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RunSummary:
-    """What an agent run did. ``cost`` and ``direct_cost``: what it cost, and what one direct call
-    with the same task and answer would have, in the currency of the price list."""
-
-    tenant: str
-    model: str
-    model_calls: int
-    tool_calls: int
-    cost: float
-    direct_cost: float
-
-
-def agent_not_needed(summary: RunSummary) -> bool:
-    """Whether a direct call would have done: at most one model call and no tool call."""
-    return summary.model_calls <= 1 and summary.tool_calls == 0
-
-
-def extra_cost(summary: RunSummary) -> float:
-    """What a run that was not needed cost beyond a direct call; 0 for one that was."""
-    if not agent_not_needed(summary):
-        return 0.0
-    return max(0.0, summary.cost - summary.direct_cost)

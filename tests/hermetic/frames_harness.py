@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc.aio
 
+from execution_svc.adapters.agents import Agents
 from execution_svc.adapters.counts import Counts
 from execution_svc.adapters.instance_channels import GrpcInstances
 from execution_svc.adapters.servicer import ExecutionServicer
@@ -147,7 +148,8 @@ async def execution(telemetry: Telemetry | None = None) -> AsyncIterator[Executi
     """An execution replica for the length of a test."""
     instances = GrpcInstances()
     counts = Counts()
-    servicer = ExecutionServicer(instances, telemetry or Telemetry.off(), counts)
+    agents = Agents((), Health().component("agents", optional=True))
+    servicer = ExecutionServicer(instances, telemetry or Telemetry.off(), counts, agents)
     server = MeshServer("execution", ["127.0.0.1:0"], Health())
     execution_pb2_grpc.add_ExecutionServiceServicer_to_server(servicer, server.grpc)
     await server.start()

@@ -79,7 +79,7 @@ async def test_without_the_right_it_is_refused_and_recorded(client: MeshClient) 
 
 
 async def test_without_a_service_it_is_refused_by_type(client: MeshClient) -> None:
-    for fields in ({}, {"mode": AUTO, "background": True}, {"mode": AUTO, "session_id": "s"}):
+    for fields in ({}, {"mode": AUTO, "background": True}, {"mode": AUTO, "session_id": fresh()}):
         error = await refusal(client, RUN(task="x", request_id=fresh(), **fields))
         assert (error.code, error.reason) == (Code.UNAVAILABLE, "AGENT_SERVICE_MISSING")
 

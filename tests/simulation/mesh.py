@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from execution_svc.adapters.agents import Agents
 from execution_svc.adapters.counts import Counts
 from execution_svc.adapters.instance_channels import GrpcInstances
 from execution_svc.adapters.servicer import ExecutionServicer
@@ -282,7 +283,8 @@ class ExecutionProcess(Process):
         self.node.enter().run(self._build)
 
     def _build(self) -> None:
-        self.servicer = ExecutionServicer(GrpcInstances(), Telemetry.off(), Counts())
+        agents = Agents((), Health().component("agents", optional=True))
+        self.servicer = ExecutionServicer(GrpcInstances(), Telemetry.off(), Counts(), agents)
         execution_pb2_grpc.add_ExecutionServiceServicer_to_server(self.servicer, self.node.server)
 
     def leftovers(self) -> list[str]:

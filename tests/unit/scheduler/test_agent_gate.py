@@ -1,9 +1,8 @@
-"""The agent gate: closed unless asked, allowed, and there is room; and what was not needed."""
+"""The agent gate: closed unless asked, allowed, and there is room."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +14,7 @@ from scheduler_svc.domain.agent_gate import (
     FleetLoad,
     GateReason,
     Path,
-    RunSummary,
     Verdict,
-    agent_not_needed,
-    extra_cost,
 )
 from scheduler_svc.domain.model import Outcome
 from sluice.errors import Code, QuotaViolation
@@ -35,9 +31,8 @@ def judged(
         "load": IDLE,
         "allowed": True,
         "available": True,
-        "tenant_runs_max": None,
     } | changes
-    return (gate or AgentGate(LIMITS)).judge(mode, "t", **values)
+    return (gate or AgentGate(LIMITS)).judge(mode, **values)
 
 
 def test_nobody_who_does_not_ask_takes_the_agent_path() -> None:
@@ -67,7 +62,6 @@ CLOSED: list[tuple[dict[str, Any], GateReason, Code, str]] = [
         Code.RESOURCE_EXHAUSTED,
         "AGENT_REFUSED",
     ),
-    ({"tenant_runs_max": 0}, GateReason.TOO_MANY_RUNS, Code.RESOURCE_EXHAUSTED, "AGENT_REFUSED"),
 ]
 
 
@@ -88,32 +82,22 @@ def test_a_closed_gate_refuses_with_a_typed_reason_or_answers_directly(
 
 
 def test_the_right_is_checked_before_anything_that_tells_of_others() -> None:
-    gate = AgentGate(LIMITS)
-    for _ in range(3):
-        gate.begin("other")
-    assert judged(gate, allowed=False).reason is GateReason.NOT_ALLOWED
+    closed: dict[str, Any] = {"available": False, "load": FleetLoad(1.0, 9.0)}
+    assert judged(allowed=False, **closed).reason is GateReason.NOT_ALLOWED
+    assert judged(**closed).reason is GateReason.NOT_AVAILABLE
 
 
-def test_runs_are_bounded_for_a_tenant_and_for_all_and_come_back() -> None:
+def test_one_run_too_many_is_refused_with_the_tenants_limit_or_answered_directly() -> None:
     gate = AgentGate(LIMITS)
-    gate.begin("t")
-    verdict = judged(gate, tenant_runs_max=1)
-    assert (verdict.reason, verdict.scope) == (GateReason.TOO_MANY_RUNS, "tenant")
-    assert gate.refusal(verdict).quotas == (
-        QuotaViolation("tenant:t", "limit of agent runs at once", "concurrent_runs", 1),
+    assert (gate.runs_max(None), gate.runs_max(7), gate.runs_max(0)) == (3, 7, 0)
+    assert gate.too_many(AgentMode.AUTO, "t", 7).path is Path.DIRECT
+    verdict = gate.too_many(AgentMode.REQUIRED, "t", 7)
+    assert (verdict.path, verdict.reason) == (Path.REFUSED, GateReason.TOO_MANY_RUNS)
+    refusal = gate.refusal(verdict)
+    assert (refusal.code, refusal.reason) == (Code.RESOURCE_EXHAUSTED, "AGENT_REFUSED")
+    assert refusal.quotas == (
+        QuotaViolation("tenant:t", "limit of agent runs at once", "concurrent_runs", 7),
     )
-    gate.begin("u")
-    gate.begin("u")
-    verdict = judged(gate, tenant_runs_max=2)
-    assert (verdict.reason, verdict.scope) == (GateReason.TOO_MANY_RUNS, "scheduler")
-    assert not gate.refusal(verdict).quotas
-    gate.end("u")
-    assert judged(gate, tenant_runs_max=2).path is Path.AGENT
-    gate.end("t")
-    gate.end("u")
-    assert gate.runs == 0
-    with pytest.raises(AssertionError):
-        gate.end("t")
 
 
 def test_the_fleets_load_is_that_of_the_models_instances() -> None:
@@ -130,26 +114,6 @@ def test_the_fleets_load_is_that_of_the_models_instances() -> None:
     bench.now = 4.0
     bench.scheduler.ended(first.id, 1, bench.now, output_tokens=5)
     assert bench.scheduler.load_of("m").wait_s > 0
-
-
-RUN = RunSummary("t", "m", model_calls=1, tool_calls=0, cost=5.0, direct_cost=2.0)
-
-
-@pytest.mark.parametrize(
-    ("run", "not_needed", "extra"),
-    [
-        (RUN, True, 3.0),
-        (replace(RUN, model_calls=0), True, 3.0),
-        (replace(RUN, cost=1.0), True, 0.0),
-        (replace(RUN, model_calls=2), False, 0.0),
-        (replace(RUN, tool_calls=1), False, 0.0),
-    ],
-)
-def test_a_run_of_one_call_without_tools_was_not_needed(
-    run: RunSummary, not_needed: bool, extra: float
-) -> None:
-    assert agent_not_needed(run) is not_needed
-    assert extra_cost(run) == extra
 
 
 @pytest.mark.parametrize(("wait_s", "least", "most"), [(0.0, 4, 6), (20.0, 16, 24), (1e9, 48, 72)])

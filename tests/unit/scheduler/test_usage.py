@@ -94,7 +94,9 @@ def test_the_end_of_the_process_tells_what_ended_last(run_virtual: Run) -> None:
         usage = UsageLog("s:1", ledger)
         usage.ended(_ticket(), Outcome.FINISHED, USED)
         other = SimpleNamespace(drain=AsyncMock(), close=AsyncMock())
-        parts = SimpleNamespace(quota=other, usage=usage, decisions=other, state_channel=other)
+        parts = SimpleNamespace(
+            quota=other, usage=usage, decisions=other, state_channel=other, watches=None
+        )
         await Parts.close(cast("Parts", parts))
         assert ledger.requests == 1
         other.close.assert_awaited_once()

@@ -1,0 +1,183 @@
+"""What a run may ask for: sizes, names, ranges and rights, each refused by the name of its field.
+
+Everything that costs nothing is checked here, before the gate is asked and anything is stored. What
+only a model or a tool knows is found out when the run works. Stateless.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections.abc import Iterator
+from typing import Final
+
+from google.protobuf import duration_pb2
+
+from scheduler_svc.adapters import translate
+from scheduler_svc.adapters.tenant import Tenant
+from scheduler_svc.domain.run_budget import Asked, RunLimits
+from sluice import json_schemas
+from sluice.errors import invalid, permission_denied
+from sluice.input_rules import check_message
+from sluice.scheduler.v1 import runs_pb2
+
+REQUEST_BYTES_MAX: Final = 1 << 20
+"""Of a whole request: it is stored with the run, and read again with each claim."""
+
+TOOLS_MAX: Final = 128
+WALL_TIME_MAX_S: Final = 30 * 86_400.0
+MEMBER: Final = "__"
+"""Between the name of a server or document and that of one of its tools."""
+
+_MODES: Final = frozenset(runs_pb2.AgentMode.values())
+_CHOICES: Final = frozenset(runs_pb2.ToolChoice.values())
+NEED_TOOLS: Final = (runs_pb2.TOOL_CHOICE_REQUIRED, runs_pb2.TOOL_CHOICE_EACH)
+
+
+def check(request: runs_pb2.RunAgentRequest, tenant: Tenant) -> None:
+    """Raises INVALID_ARGUMENT for a wrong field, PERMISSION_DENIED for what is not the tenant's."""
+    check_uuid(request.request_id, "request_id")
+    if request.ByteSize() > REQUEST_BYTES_MAX:
+        field = "messages" if request.messages else "task"
+        raise invalid(field, f"the request is more than {REQUEST_BYTES_MAX} bytes")
+    if bool(request.task) == bool(request.messages):
+        raise invalid("task", "exactly one of task and messages is needed")
+    _check_messages(request)
+    if request.mode not in _MODES:
+        raise invalid("mode", "is not a known mode")
+    if request.tool_choice not in _CHOICES:
+        raise invalid("tool_choice", "is not a known choice")
+    if request.tool_choice in NEED_TOOLS and not request.tools:
+        raise invalid("tool_choice", "needs tools")
+    _check_writing(request)
+    asked(request.budget)
+    if request.session_id:
+        check_uuid(request.session_id, "session_id")
+        check_sessions(tenant)
+    _check_tools(request, tenant)
+
+
+def _check_messages(request: runs_pb2.RunAgentRequest) -> None:
+    if len(request.messages) > translate.MESSAGES_MAX:
+        raise invalid("messages", f"at most {translate.MESSAGES_MAX} are allowed")
+    for index, message in enumerate(request.messages):
+        check_message(message, f"messages[{index}]")
+    if request.messages and request.messages[-1].role != "user":
+        raise invalid(f"messages[{len(request.messages) - 1}].role", "the last one must be user")
+
+
+def _check_writing(request: runs_pb2.RunAgentRequest) -> None:
+    if request.sampling.HasField("structured_output"):
+        raise invalid("sampling.structured_output", "a run has answer_schema_json instead")
+    if request.sampling.HasField("n") and request.sampling.n != 1:
+        raise invalid("sampling.n", "a run writes one output")
+    translate.check_sampling(request.sampling)
+    if request.answer_schema_json:
+        _check_schema(request.answer_schema_json)
+
+
+def _check_schema(text: str) -> None:
+    schema = json_schemas.parse_object(text)
+    problem = "must be a JSON object" if schema is None else json_schemas.check_schema(schema)
+    if problem:
+        raise invalid("answer_schema_json", problem)
+
+
+def _check_tools(request: runs_pb2.RunAgentRequest, tenant: Tenant) -> None:
+    if len(request.tools) > TOOLS_MAX:
+        raise invalid("tools", f"has {len(request.tools)} entries; at most {TOOLS_MAX} are allowed")
+    seen = set()
+    for index, tool in enumerate(request.tools):
+        if not tool:
+            raise invalid(f"tools[{index}]", "must not be empty")
+        if tool in seen:
+            raise invalid(f"tools[{index}]", "is named twice")
+        seen.add(tool)
+        if not may_use(tool, tenant):
+            raise permission_denied(
+                "TOOL_NOT_ALLOWED", f"tools[{index}] is not in the tenant's list of tools"
+            )
+
+
+def may_use(tool: str, tenant: Tenant) -> bool:
+    """Whether the tenant's list has the tool, or the server or document that it belongs to."""
+    return tool in tenant.tools or any(owner in tenant.tools for owner in _owners(tool))
+
+
+def _owners(tool: str) -> Iterator[str]:
+    at = tool.find(MEMBER)
+    while at > 0:
+        yield tool[:at]
+        at = tool.find(MEMBER, at + 1)
+
+
+def check_sessions(tenant: Tenant) -> None:
+    """Raises unless the tenant may keep sessions."""
+    if not tenant.sessions:
+        raise permission_denied("SESSIONS_NOT_ALLOWED", "this tenant may not keep sessions")
+
+
+def is_turn(request: runs_pb2.RunAgentRequest) -> bool:
+    """Whether it is a turn of a session: one model call, under the right to sessions."""
+    return bool(request.session_id) and not request.tools
+
+
+def asked(budget: runs_pb2.RunBudget) -> Asked:
+    """The limits that a client set. Raises INVALID_ARGUMENT for one out of its range."""
+    for name in ("steps_max", "tokens_max"):
+        if budget.HasField(name) and not getattr(budget, name):
+            raise invalid(f"budget.{name}", "must be 1 or more")
+    if budget.HasField("cost_max") and not (budget.cost_max > 0 and math.isfinite(budget.cost_max)):
+        raise invalid("budget.cost_max", "must be more than 0")
+    wall_time_s = None
+    if budget.HasField("wall_time_max"):
+        wall_time_s = budget.wall_time_max.seconds + budget.wall_time_max.nanos / 1e9
+        if not 0 < wall_time_s <= WALL_TIME_MAX_S:
+            raise invalid(
+                "budget.wall_time_max", f"must be more than 0, at most {WALL_TIME_MAX_S:g} s"
+            )
+    return Asked(
+        steps_max=budget.steps_max if budget.HasField("steps_max") else None,
+        tokens_max=budget.tokens_max if budget.HasField("tokens_max") else None,
+        tool_calls_max=budget.tool_calls_max if budget.HasField("tool_calls_max") else None,
+        wall_time_s=wall_time_s,
+        cost_max=budget.cost_max if budget.HasField("cost_max") else None,
+    )
+
+
+def shown(limits: RunLimits) -> runs_pb2.RunBudget:
+    """The limits in force as a message, all set."""
+    budget = runs_pb2.RunBudget(
+        steps_max=limits.steps_max,
+        tokens_max=limits.tokens_max,
+        tool_calls_max=limits.tool_calls_max,
+        cost_max=limits.cost_max,
+    )
+    nanos = round(limits.wall_time_s * 1e9)
+    budget.wall_time_max.CopyFrom(
+        duration_pb2.Duration(seconds=nanos // 10**9, nanos=nanos % 10**9)
+    )
+    return budget
+
+
+def parsed(text: str, field: str) -> object:
+    """What JSON text says. INVALID_ARGUMENT names the field."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise invalid(field, "must be JSON") from None
+
+
+def check_uuid(text: str, field: str) -> None:
+    """Raises INVALID_ARGUMENT unless it is a UUID in its usual form."""
+    if not is_uuid(text):
+        raise invalid(field, "must be a UUID")
+
+
+def is_uuid(text: str) -> bool:
+    """Whether it is a UUID in its usual form."""
+    try:
+        return str(uuid.UUID(text)) == text.lower()
+    except ValueError:
+        return False

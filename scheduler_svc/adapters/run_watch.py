@@ -1,0 +1,235 @@
+"""Watching a run: its events from a sequence number on, then as they come, until it ends.
+
+A watch reads the state service's and writes to one client, holding one message: a client that does
+not read holds up only itself, and is ended after the write limit. When the state service goes away
+the watch is taken up again behind the last event that was passed on, with a growing, jittered
+pause; nothing durable is lost or told twice. Watches are bounded, those of one tenant too. When the
+process goes down they end with DRAINING, and go on by another scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc.aio
+
+from scheduler_svc.adapters.run_records import ENDED, event_of, text_of
+from scheduler_svc.adapters.state_calls import answered, time_limit_s, told, unreachable
+from sluice import deadline
+from sluice.channels import ending
+from sluice.errors import Code, SluiceError, deadline_exceeded, exhausted, unavailable
+from sluice.scheduler.v1 import runs_pb2
+from sluice.state.v1 import runs_pb2 as stored_pb2
+from sluice.state.v1 import runs_pb2_grpc
+from sluice.status import from_rpc_error
+
+PAUSE_MIN_S: Final = 0.05
+PAUSE_MAX_S: Final = 1.0
+AWAY_LIMIT_S: Final = 30.0
+"""A watch waits so long for a state service that is away."""
+
+TENANT_SHARE: Final = 0.25
+"""Of all watches, those of one tenant."""
+
+RETRY_AFTER_S: Final = 1.0
+_AGAIN: Final = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.CANCELLED)
+
+Write = Callable[[runs_pb2.RunEvent], Awaitable[object]]
+
+
+@dataclass(slots=True)
+class _Place:
+    """How far a watch has come. ``sequence``: of the last durable event that was passed on."""
+
+    tenant: str
+    run_id: str
+    sequence: int
+    over: bool = False
+
+
+class RunWatches:
+    """See the module's docstring. ``channel``: to the state service, for watches alone."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, *, write_limit_s: float, watches_max: int
+    ) -> None:
+        self._channel = channel
+        self._stub: Any = runs_pb2_grpc.RunServiceStub(channel)
+        self._write_limit_s = write_limit_s
+        self._watches_max = watches_max
+        self._tenant_max = max(1, int(TENANT_SHARE * watches_max))
+        self._open: dict[asyncio.Task[Any], str] = {}
+        self._counts: Counter[str] = Counter()
+        self._closed = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    @property
+    def open(self) -> int:
+        """Watches now."""
+        return len(self._open)
+
+    async def forward(
+        self, tenant: str, run_id: str, first: int, write: Write, *, once: bool = False
+    ) -> None:
+        """Passes events on, from sequence number ``first`` (0 and 1: from the first) to the end of
+        the run; with ``once`` one event. Raises the state service's refusals (NOT_FOUND), at the
+        deadline DEADLINE_EXCEEDED, and what the docstring above says."""
+        place = _Place(tenant, run_id, max(first, 1) - 1)
+        task = asyncio.current_task()
+        assert task is not None
+        self._enter(task, tenant)
+        try:
+            async with aclosing(self._events(place)) as events:
+                async for event in events:
+                    await self._write(event, write)
+                    if once:
+                        return
+        except SluiceError as error:
+            error.metadata = {**error.metadata, "last_sequence": str(place.sequence)}
+            raise
+        except asyncio.CancelledError:
+            if self._draining and not task.uncancel():
+                raise _draining(place.sequence) from None  # by drain(), not by the client
+            raise
+        finally:
+            self._leave(task, tenant)
+
+    def close(self) -> None:
+        """Takes no more watches."""
+        self._closed = True
+
+    async def drain(self, within_s: float) -> None:
+        """Ends all watches, whose runs may end in order before."""
+        self._closed = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._idle.wait()
+        self._draining = True
+        for task in self._open:
+            task.cancel()
+
+    async def disconnect(self) -> None:
+        """Closes the channel, after the last watch."""
+        await self._channel.close()
+
+    def check(self, tenant: str) -> None:
+        """Raises when one more watch would be refused: UNAVAILABLE, RESOURCE_EXHAUSTED."""
+        if self._closed:
+            raise _draining(0)
+        if len(self._open) >= self._watches_max or self._counts[tenant] >= self._tenant_max:
+            raise exhausted("TOO_MANY_STREAMS", "too many runs are watched", RETRY_AFTER_S)
+
+    def _enter(self, task: asyncio.Task[Any], tenant: str) -> None:
+        self.check(tenant)
+        self._idle.clear()
+        self._open[task] = tenant
+        self._counts[tenant] += 1
+
+    def _leave(self, task: asyncio.Task[Any], tenant: str) -> None:
+        del self._open[task]
+        if not self._open:
+            self._idle.set()
+        self._counts[tenant] -= 1
+        if not self._counts[tenant]:
+            del self._counts[tenant]
+
+    async def _write(self, event: runs_pb2.RunEvent, write: Write) -> None:
+        try:
+            async with asyncio.timeout(self._write_limit_s):
+                await write(event)
+        except TimeoutError:
+            raise SluiceError(
+                Code.RESOURCE_EXHAUSTED,
+                "SLOW_CONSUMER",
+                f"the client did not read for {self._write_limit_s:.0f} s",
+            ) from None
+
+    async def _events(self, place: _Place) -> AsyncGenerator[runs_pb2.RunEvent, None]:
+        pause_s, loop = PAUSE_MIN_S, asyncio.get_running_loop()
+        failing_s = loop.time()
+        while not place.over:
+            before, began_s = place.sequence, loop.time()
+            try:
+                async with aclosing(self._follow(place)) as events:
+                    async for event in events:
+                        yield event
+                if not place.over:
+                    place.over = await self._has_ended(place)
+            except grpc.aio.AioRpcError as error:
+                refused = from_rpc_error(error)
+                if refused.code not in _AGAIN:
+                    raise told(refused, {}) from None
+            except SluiceError as error:
+                if error.code not in _AGAIN:
+                    raise
+            if place.over:
+                return
+            if place.sequence > before or loop.time() - began_s > AWAY_LIMIT_S / 10:
+                pause_s, failing_s = PAUSE_MIN_S, loop.time()  # it was there
+            elif loop.time() - failing_s > AWAY_LIMIT_S:
+                raise unreachable()
+            else:
+                pause_s = min(2 * pause_s, PAUSE_MAX_S)
+            await _pause(pause_s * random.uniform(0.5, 1.5))
+
+    async def _follow(self, place: _Place) -> AsyncGenerator[runs_pb2.RunEvent, None]:
+        """One watch of the state service."""
+        request = stored_pb2.WatchRunRequest(
+            tenant=place.tenant, run_id=place.run_id, from_sequence=place.sequence + 1
+        )
+        call = self._stub.WatchRun(request, timeout=_left_s())
+        with ending(call):
+            async for message in call:
+                if message.HasField("text"):
+                    yield text_of(place.run_id, place.sequence, message.text)
+                elif message.entry.sequence > place.sequence:
+                    event = event_of(place.run_id, message.entry)
+                    place.sequence = event.sequence
+                    place.over = event.HasField("ended")
+                    yield event
+
+    async def _has_ended(self, place: _Place) -> bool:
+        """Whether a watch that ended without the end of its run has nothing more to tell."""
+        request = stored_pb2.GetRunRequest(tenant=place.tenant, run_id=place.run_id)
+        found = await answered(self._stub.GetRun(request, timeout=time_limit_s()))
+        return found.run.phase in ENDED and found.run.last_sequence <= place.sequence
+
+
+def _left_s() -> float | None:
+    """Seconds to the deadline of the call that is served. Raises when none are left."""
+    limit = deadline.current()
+    if limit is None:
+        return None
+    left_s = limit.remaining(asyncio.get_running_loop().time())
+    if left_s <= 0:
+        raise _late()
+    return left_s
+
+
+async def _pause(pause_s: float) -> None:
+    left_s = _left_s()
+    await asyncio.sleep(pause_s if left_s is None else min(pause_s, left_s))
+    if left_s is not None and left_s <= pause_s:
+        raise _late()
+
+
+def _late() -> SluiceError:
+    return deadline_exceeded(message="The deadline passed; the run goes on: watch it again.")
+
+
+def _draining(sequence: int) -> SluiceError:
+    return unavailable(
+        "DRAINING",
+        "this scheduler goes down; the run goes on: watch it by another",
+        RETRY_AFTER_S,
+        metadata={"last_sequence": str(sequence)},
+    )
