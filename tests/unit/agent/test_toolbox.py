@@ -1,0 +1,264 @@
+"""Which tools a tenant has: those of the configuration and its own, checked again at use.
+
+Mutants: toolbox_trusts_the_store, toolbox_tools_of_all_tenants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import ssl
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpcore2
+import pytest
+from google.protobuf.json_format import ParseDict
+
+from agent_svc.adapters.egress import EgressGuard
+from agent_svc.adapters.toolbox import KEPT_S, STALE_S, TENANTS_MAX, Tools
+from agent_svc.adapters.tools.factory import Sources
+from agent_svc.adapters.tools.runner import Runner
+from agent_svc.domain.model import Effect
+from agent_svc.ports import ChunkFound, ToolContext, ToolError
+from agent_svc.tool_parts import declared
+from sluice.agent.v1.tools_pb2 import ToolDeclaration
+from sluice.config import ConfigError
+from sluice.errors import SluiceError, unavailable
+
+Virtual = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+def tool(name: str, **fields: Any) -> ToolDeclaration:
+    base: dict[str, Any] = {"name": name, "description": "d", "effect": "TOOL_EFFECT_READ"}
+    if len(fields.keys() - {"egress"}) == 0:
+        fields["calculator"] = {}
+    return ParseDict({**base, **fields}, ToolDeclaration())
+
+
+class Store:
+    """Declarations by tenant; counts how often it was read."""
+
+    def __init__(self, **tools: list[ToolDeclaration]) -> None:
+        self.tools = tools
+        self.reads = 0
+        self.down = False
+
+    async def registered(self, tenant: str) -> Sequence[ToolDeclaration]:
+        self.reads += 1
+        if self.down:
+            raise unavailable("STORE_UNAVAILABLE", "The store does not answer.")
+        return self.tools.get(tenant, [])
+
+    async def search(self, *_: Any, **__: Any) -> Sequence[ChunkFound]:
+        return []
+
+
+def box(
+    configured: Sequence[ToolDeclaration] = (), store: Store | None = None, root: Path = Path()
+) -> Tools:
+    store = store or Store()
+    sources = Sources(EgressGuard(), store, environ={}, root=root, now=lambda: 0.0)
+    return Tools(configured, sources, Runner(), store)
+
+
+async def names(of: Tools, tenant: str, *wanted: str) -> list[str]:
+    return [one.info.name for one in await of.resolve(tenant, wanted)]
+
+
+@pytest.fixture(autouse=True)
+def no_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading those of the system takes 20 ms for each guard."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    monkeypatch.setattr(httpcore2, "default_ssl_context", lambda: context)
+
+
+async def test_tools_are_those_named_in_their_order() -> None:
+    tools = box([tool("a"), tool("b")], Store(t=[tool("own")]))
+    assert await names(tools, "t", "own", "b", "nobody", "a", "b") == ["own", "b", "a"]
+    assert await names(tools, "t") == []
+    assert await names(tools, "u", "own", "a") == ["a"]
+
+
+async def test_the_configuration_hides_a_registered_tool_of_its_name() -> None:
+    tools = box([tool("a")], Store(t=[tool("a", clock={})]))
+    (found,) = await tools.resolve("t", ["a"])
+    assert "expression" in str(found.info.parameters)
+
+
+def test_a_registered_tool_comes_and_goes_within_seconds(run_virtual: Virtual) -> None:
+    async def scenario() -> None:
+        store = Store(t=[tool("own")])
+        tools = box([tool("a")], store)
+        for _ in range(10):
+            assert await names(tools, "t", "own") == ["own"]
+        assert store.reads == 1
+        assert await names(tools, "t", "a") == ["a"]
+        store.tools["t"] = [tool("other")]
+        await asyncio.sleep(KEPT_S)
+        assert await names(tools, "t", "own", "other") == ["other"]
+        assert store.reads == 2
+
+    run_virtual(scenario())
+
+
+def test_while_the_store_is_away_what_was_read_holds_for_a_while(run_virtual: Virtual) -> None:
+    async def scenario() -> None:
+        store = Store(t=[tool("own")])
+        tools = box([tool("a")], store)
+        assert await names(tools, "t", "own") == ["own"]
+        store.down = True
+        await asyncio.sleep(STALE_S - 1.0)
+        assert await names(tools, "t", "own") == ["own"]
+        await asyncio.sleep(2.0)
+        with pytest.raises(SluiceError):
+            await tools.resolve("t", ["own"])
+        assert await names(tools, "t", "a") == ["a"]  # needs no store
+
+    run_virtual(scenario())
+
+
+async def test_what_the_store_holds_grants_nothing_by_itself(tmp_path: Path) -> None:
+    """Declarations that registration refuses, as if they had got into the store all the same."""
+    bad = [
+        tool("files", sql={"url": "sqlite:///x.db"}),
+        tool("programs", mcp={"command": ["sh"]}),
+        tool(
+            "inside",
+            http={"method": "GET", "url": "http://127.0.0.1:1/"},
+            egress={"hosts": ["127.0.0.1:1"], "privateAllowed": ["127.0.0.1:1"]},
+        ),
+        tool(
+            "environment",
+            http={
+                "method": "GET",
+                "url": "https://a.org/",
+                "secretHeaders": {"X": "SLUICE_STATE_DURABLE_URL"},
+            },
+            egress={"hosts": ["a.org"]},
+        ),
+    ]
+    tools = box([], Store(t=bad), tmp_path)
+    assert await names(tools, "t", *(one.name for one in bad)) == []
+    states = {one.info.name: one.problem for one in await tools.states("t")}
+    assert set(states) == {one.name for one in bad}
+    assert "egress.private_allowed" in states["inside"]
+    assert all(states.values())
+
+
+async def test_a_registered_tool_answers_its_tenant_only() -> None:
+    tools = box([], Store(t=[tool("own")], u=[]))
+    (own,) = await tools.resolve("t", ["own"])
+    assert await names(tools, "u", "own") == []
+    await own.call({"expression": "1"}, ToolContext("t", "r", "k", 1.0))
+    with pytest.raises(ToolError) as refused:
+        await own.call({"expression": "1"}, ToolContext("u", "r", "k", 1.0))
+    assert refused.value.reason == "TOOL_NOT_GRANTED"
+
+
+def test_the_tenants_in_memory_are_bounded(run_virtual: Virtual) -> None:
+    async def scenario() -> None:
+        tools = box([], Store())
+        for number in range(TENANTS_MAX + 50):
+            await tools.resolve(f"t{number}", ["x"])
+        assert len(tools._tenants) == TENANTS_MAX
+
+    run_virtual(scenario())
+
+
+async def test_a_database_shows_its_tables_and_one_that_is_missing_its_problem(
+    tmp_path: Path,
+) -> None:
+    sqlite3.connect(tmp_path / "a.db").execute(
+        "CREATE TABLE orders (id INTEGER)"
+    ).connection.close()
+    tools = box(
+        [
+            tool("sales", sql={"url": "sqlite:///a.db"}),
+            tool("gone", sql={"url": "sqlite:///gone.db"}),
+        ],
+        root=tmp_path,
+    )
+    states = {one.info.name: one for one in await tools.states("t")}
+    assert "orders(id INTEGER)" in states["sales"].info.description
+    assert states["sales"].problem == ""
+    assert states["gone"].problem == "The database cannot be read."
+    assert await names(tools, "t", "sales", "gone") == ["sales"]
+    sqlite3.connect(tmp_path / "gone.db").close()
+    assert await names(tools, "t", "sales", "gone") == ["sales", "gone"]
+    await tools.close()
+
+
+OPENAPI = {
+    "openapi": "3.1.0",
+    "servers": [{"url": "https://api.example.org/v1"}],
+    "paths": {
+        "/pets": {
+            "get": {"operationId": "listPets"},
+            "post": {"operationId": "addPet", "requestBody": {"content": {"application/json": {}}}},
+        }
+    },
+}
+
+
+async def test_a_document_gives_a_tool_for_each_operation(tmp_path: Path) -> None:
+    (tmp_path / "pets.json").write_text(json.dumps(OPENAPI))
+    allowed = {"hosts": ["api.example.org"]}
+    wanted = ["listPets", "addPet"]
+    configured = [
+        tool("pets", openapi={"document": "pets.json", "operations": wanted}, egress=allowed),
+        tool("read", openapi={"document": "pets.json"}, egress=allowed),
+        tool("elsewhere", openapi={"document": "pets.json"}, egress={"hosts": ["b.org"]}),
+        tool("gone", openapi={"document": "gone.json"}, egress=allowed),
+    ]
+    configured[0].effect = 3
+    own = tool("own", openapi={"document": json.dumps(OPENAPI)}, egress=allowed)
+    path = tool("path", openapi={"document": "pets.json"}, egress=allowed)
+    tools = box(configured, Store(t=[own, path]), tmp_path)
+    assert await names(tools, "t", "pets") == ["pets__listPets", "pets__addPet"]
+    assert await names(tools, "t", "pets__addPet") == ["pets__addPet"]
+    assert await names(tools, "t", "read", "own") == ["read__listPets", "own__listPets"]
+    assert await names(tools, "t", "elsewhere", "gone", "path") == []
+    found = await tools.resolve("t", ["pets"])
+    assert [one.info.effect for one in found] == [Effect.READ, Effect.ONCE]
+    problems = {one.info.name: one.problem for one in await tools.states("t")}
+    assert "egress.hosts" in problems["elsewhere"]
+    assert problems["gone"] == "The OpenAPI document cannot be read."
+    await tools.close()
+
+
+async def test_a_tool_without_its_secret_is_unavailable_and_says_so() -> None:
+    http = {
+        "method": "GET",
+        "url": "https://a.org/",
+        "secretHeaders": {"Authorization": "TOOL_SECRET_A"},
+    }
+    tools = box([tool("a", http=http, egress={"hosts": ["a.org"]}), tool("b")])
+    assert await names(tools, "t", "a", "b") == ["b"]
+    assert [(one.info.name, one.problem) for one in await tools.states("t")] == [
+        ("a", "A secret of the tool is not set."),
+        ("b", ""),
+    ]
+    await tools.close()
+
+
+def test_the_configuration_names_table_and_field_of_what_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "sluice.toml"
+    good = '[[tool]]\nname = "a"\ndescription = "d"\nclock = {}\n'
+    file.write_text(good)
+    assert [one.name for one in declared(file)] == ["a"]
+    assert declared(None) == ()
+    for text, where in (
+        (good + '[[tool]]\nname = "b"\ndescription = "d"\nhttp.url = 3\n', "tool[1].http.url"),
+        (good + "[[tool]]\n", "tool[1].name"),
+        ("tool = 3", "tool"),
+        ("tool = [3]", "tool[0]"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError) as refused:
+            declared(file)
+        assert refused.value.where == where
+    with pytest.raises(SluiceError, match=r"tool\[1\]\.name"):
+        box([tool("a"), tool("a")])
