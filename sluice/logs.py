@@ -28,7 +28,14 @@ TRACE_CHARS_MAX = 8192  # the end of a traceback says most
 _FIELDS = "sluice_fields"
 
 # Libraries that log every call or export below these levels.
-_QUIET = {"grpc": logging.WARNING, "asyncio": logging.WARNING, "opentelemetry": logging.ERROR}
+_QUIET = {
+    "grpc": logging.WARNING,
+    "asyncio": logging.WARNING,
+    "opentelemetry": logging.ERROR,
+    # Log whole URLs and headers.
+    "httpx2": logging.WARNING,
+    "httpcore2": logging.WARNING,
+}
 _REPEATING = ("opentelemetry",)
 REPEAT_S = 60.0  # how often the same line of such a library is written
 

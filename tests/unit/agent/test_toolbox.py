@@ -24,7 +24,7 @@ from agent_svc.adapters.tools.runner import Runner
 from agent_svc.domain.model import Effect
 from agent_svc.ports import ChunkFound, ToolContext, ToolError
 from agent_svc.tool_parts import declared
-from sluice.agent.v1.tools_pb2 import ToolDeclaration
+from sluice.agent.v1.tools_pb2 import TOOL_EFFECT_ONCE, ToolDeclaration
 from sluice.config import ConfigError
 from sluice.errors import SluiceError, unavailable
 
@@ -213,7 +213,7 @@ async def test_a_document_gives_a_tool_for_each_operation(tmp_path: Path) -> Non
         tool("elsewhere", openapi={"document": "pets.json"}, egress={"hosts": ["b.org"]}),
         tool("gone", openapi={"document": "gone.json"}, egress=allowed),
     ]
-    configured[0].effect = 3
+    configured[0].effect = TOOL_EFFECT_ONCE
     own = tool("own", openapi={"document": json.dumps(OPENAPI)}, egress=allowed)
     path = tool("path", openapi={"document": "pets.json"}, egress=allowed)
     tools = box(configured, Store(t=[own, path]), tmp_path)

@@ -41,6 +41,7 @@ from agent_svc.run_ports import (
     Claimed,
     Claims,
     DocumentContent,
+    GrantedTools,
     IngestSpec,
     LeaseKey,
     LeaseState,
@@ -449,6 +450,11 @@ class World:
         self.state = MemoryState(self.clock)
         self.script = script or Script()
         self.agents: list[Agent] = []
+        self.tools: Callable[[str, str, Sequence[str]], GrantedTools] = (
+            lambda tenant, run_id, names: ScriptedTools(
+                self.script, names, self.state.runs[tenant, RunId(run_id)]
+            )
+        )
         self.manner = Manner(
             rules=Rules(),
             options=Options(),
@@ -469,9 +475,7 @@ class World:
             documents=link,
             usage=link,
             models=ScriptedModels(self.script, self.state),
-            tools=lambda tenant, run_id, names: ScriptedTools(
-                self.script, names, self.state.runs[tenant, RunId(run_id)]
-            ),
+            tools=self.tools,
             chunks_of=chunks_of,
             wall=lambda: UNIX_S + self.clock(),
         )

@@ -1,0 +1,136 @@
+"""Secrets, arguments and results of tools stay where they belong.
+
+Goal: no secret of a tool is in a result, and neither secret nor argument nor result is in a log, a
+span, a metric or an error. Method: a canary in each place, every way for a call to end, logs at
+debug, telemetry to a real receiver. Oracle: the canaries are nowhere but at the tool's server and
+in the result of the call. Deterministic.
+
+Mutants: secrets_not_hidden, runner_logs_arguments, runner_passes_exception_texts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from agent_svc.adapters.egress import EgressGuard
+from agent_svc.adapters.tools.run_tools import RunTools
+from agent_svc.ports import ToolContext, ToolError
+from sluice import logs
+from sluice.telemetry import Telemetry
+from sluice.telemetry_names import SPAN_TOOL
+from tests.otlp_receiver import otlp_receiver
+from tests.security.http_server import Answer, endless, fixed, serving, silent
+from tests.security.test_ssrf_of_tools import SECRET, Loopback, box, declaration
+
+ARGUMENT = "canary-argument-4402"
+RESULT = "canary-result-9917"
+TRACE = f"00-{'c' * 32}-{'d' * 16}-01"
+SCHEMA = json.dumps({"type": "object", "properties": {"q": {"type": "string"}}})
+ANSWERS: dict[str, Answer] = {
+    "/ok": fixed(json.dumps({"a": RESULT}).encode()),
+    "/echo": fixed(f"Bearer {SECRET} {SECRET}".encode(), media_type="text/plain"),
+    "/large": fixed(json.dumps(RESULT * 1000).encode()),
+    "/huge": endless(RESULT.encode() * 1000, 1 << 24),
+    "/500": fixed(RESULT.encode(), "500 Oops"),
+    "/302": fixed(b"", "302 Found", location=f"http://127.0.0.1:1/{RESULT}"),
+    "/type": fixed(RESULT.encode(), media_type="image/png"),
+    "/silent": silent,
+}
+
+
+async def every_end(telemetry: Telemetry) -> tuple[list[str], list[ToolError]]:
+    """Results and errors of all ways for a call to end."""
+    async with serving(ANSWERS) as server:
+        place = f"api.example.org:{server.port}"
+
+        def http(name: str, path: str, host: str = place) -> Any:
+            return declaration(
+                name,
+                http={
+                    "method": "GET",
+                    "url": f"http://{host}{path}",
+                    "parametersJson": SCHEMA,
+                    "secretHeaders": {"Authorization": "TOOL_SECRET_API"},
+                },
+                egress={"hosts": [host], "privateAllowed": [f"{place}", "127.0.0.1/32", "::1/128"]},
+                timeout="0.5s",
+                outputBytesMax=100_000,
+                previewBytes=1000,
+            )
+
+        tools = [http(path.strip("/"), path) for path in ANSWERS]
+        tools += [
+            http("closed", "/", "127.0.0.1:1"),
+            declaration(
+                "inside",
+                http={"method": "GET", "url": "http://in.example.org/", "parametersJson": SCHEMA},
+                egress={"hosts": ["in.example.org"]},
+            ),
+            declaration("calc", calculator={}),
+            declaration("data", sql={"url": f"sqlite:////nowhere/{ARGUMENT}.db"}),
+        ]
+        results: list[str] = []
+        errors: list[ToolError] = []
+        async with box(tools, telemetry=telemetry) as tool_box:
+            names = [tool.name for tool in tools]
+            run = RunTools("t", "run", names, tool_box)
+            for index, name in enumerate([*names, "nobody"]):
+                context = ToolContext("t", "run", f"run:{index}", 5.0, traceparent=TRACE)
+                arguments = {"q": ARGUMENT, "expression": ARGUMENT, "sql": ARGUMENT}
+                try:
+                    result = await run.call(name, json.dumps(arguments), context)
+                except ToolError as error:
+                    errors.append(error)
+                else:
+                    results.append(result.content_json)
+        assert {asked.headers["authorization"] for asked in server.asked} == {f"Bearer {SECRET}"}
+        assert any(ARGUMENT in asked.target for asked in server.asked)
+    return results, errors
+
+
+async def test_canaries_are_in_no_log_span_metric_or_error(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    for name, least in logs._QUIET.items():  # as in every service
+        caplog.set_level(least, name)
+    with otlp_receiver() as receiver:
+        telemetry = Telemetry.setup("agent", receiver.endpoint, 1.0, metric_interval_s=0.1)
+        results, errors = await every_end(telemetry)
+        await telemetry.shutdown()
+        spans = [span for span in receiver.spans() if span.name == SPAN_TOOL]
+        told = [one for one in (SECRET, ARGUMENT, RESULT) if receiver.contains(one)]
+        assert receiver.contains("sluice.tool.calls")
+    assert {span.error for span in spans} >= {
+        *("", "TOOL_LOST", "TOOL_TIMEOUT", "TOOL_UNAVAILABLE", "TOOL_FAILED", "EGRESS_REFUSED"),
+        *("TOOL_OUTPUT_TOO_LARGE", "TOOL_OUTPUT_INVALID", "TOOL_REFUSED"),
+    }
+    assert {span.trace_id for span in spans} == {"c" * 32}
+    output = capfd.readouterr()
+    assert told == []
+    seen = caplog.text + output.out + output.err
+    seen += "".join(f"{error!r} {error} {error.message} {error.__cause__!r}" for error in errors)
+    assert len(errors) >= 9 and len(results) >= 3
+    for canary in (SECRET, ARGUMENT, RESULT):
+        assert canary not in seen
+    assert SECRET not in "".join(results) + "".join(error.content_json for error in errors)
+    assert any(RESULT in one for one in results)  # it was a test
+
+
+async def test_refusals_of_the_guard_are_counted_by_rule_without_names() -> None:
+    guard = EgressGuard(Loopback())
+    one = declaration(
+        http={"method": "GET", "url": "http://in.example.org/"},
+        egress={"hosts": ["in.example.org"]},
+    )
+    async with box([one]) as tools:
+        (tool,) = await tools.resolve("t", ["x"])
+        with pytest.raises(ToolError):
+            await tool.call({}, ToolContext("t", "r", "k", 1.0))
+        refusals = tools._sources._guard.refusals
+    assert {rule.value: count for rule, count in refusals.items()} == {"address": 1}
+    guard.close()
