@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from agent_svc.adapters.mesh_models import MeshModels
@@ -15,13 +17,13 @@ from agent_svc.adapters.servicer import AgentServicer
 from agent_svc.adapters.state_documents import StateDocuments
 from agent_svc.adapters.state_runs import StateRuns
 from agent_svc.adapters.task_run import Manner
+from agent_svc.adapters.tools.run_tools import RunTools
 from agent_svc.adapters.worker import Limits, Worker
 from agent_svc.config import AgentConfig
 from agent_svc.domain.ending import Rules
-from agent_svc.domain.model import ToolInfo
 from agent_svc.domain.tool_format import Format, Options
-from agent_svc.ports import ToolContext, ToolError, ToolResult
 from agent_svc.run_ports import TextChunk
+from agent_svc.tool_parts import ToolParts
 from sluice import logs
 from sluice.agent.v1 import agent_pb2, agent_pb2_grpc
 from sluice.channels import open_channel
@@ -40,11 +42,15 @@ TEXT_SHARE_S: Final = 0.003  # of live text per run: what one message costs, ove
 
 
 class Parts:
-    """The parts of an agent service and the task that keeps them going."""
+    """The parts of an agent service. ``path``: the file that declares tools. Raises ConfigError for
+    a wrong declaration."""
 
-    def __init__(self, config: AgentConfig, health: Health, telemetry: Telemetry) -> None:
+    def __init__(
+        self, config: AgentConfig, path: Path | None, health: Health, telemetry: Telemetry
+    ) -> None:
         self._config = config
         self._state = open_channel(config.state)
+        self.tools = ToolParts(path, self._state, telemetry, os.environ)
         self._models = MeshModels(config.schedulers)
         runs = StateRuns(self._state, config.state_timeout_s)
         outside = Outside(
@@ -53,7 +59,7 @@ class Parts:
             documents=StateDocuments(self._state, config.state_timeout_s),
             usage=runs,
             models=self._models,
-            tools=lambda *_: NoTools(),
+            tools=lambda tenant, run_id, names: RunTools(tenant, run_id, names, self.tools.box),
             chunks_of=no_chunks,
         )
         work = RunWork(outside, self._manner(), telemetry, embed_batch=config.embed_batch)
@@ -95,22 +101,9 @@ class Parts:
 
     async def close(self) -> None:
         """Closes the connections."""
+        await self.tools.close()
         await self._models.close()
         await self._state.close()
-
-
-class NoTools:
-    """Port GrantedTools of a run that has none."""
-
-    async def infos(self) -> Sequence[ToolInfo]:
-        """See :class:`agent_svc.run_ports.GrantedTools`."""
-        return ()
-
-    async def call(
-        self, name: str, arguments_json: str, context: ToolContext, *, approved: bool = False
-    ) -> ToolResult:
-        """See :class:`agent_svc.run_ports.GrantedTools`."""
-        raise ToolError("TOOL_UNKNOWN", "There is no such tool.", made=False)
 
 
 async def no_chunks(*_: object) -> Sequence[TextChunk]:
@@ -132,7 +125,7 @@ async def serve() -> int:
         metric_interval_s=mesh.metric_interval_s,
     )
     health = Health()
-    parts = Parts(config, health, telemetry)
+    parts = Parts(config, path, health, telemetry)
     server = MeshServer(
         "agent",
         [config.bind],
@@ -140,7 +133,7 @@ async def serve() -> int:
         deadlines={f"/{SERVICE}/{name}": CALL_DEADLINE for name in ("NudgeRun", "ListTools")},
         telemetry=telemetry,
     )
-    servicer = AgentServicer(parts.worker.nudge)
+    servicer = AgentServicer(parts.worker.nudge, parts.tools.box)
     agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer, server.grpc)
     server.add_service(SERVICE)
     await server.start()

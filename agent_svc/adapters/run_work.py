@@ -19,7 +19,7 @@ from agent_svc.adapters.journal import Journal
 from agent_svc.adapters.task_run import Counts, Manner, TaskRun, TaskWorld
 from agent_svc.domain.ending import Bounds, Pause, after_refusal, unread
 from agent_svc.domain.history import fold
-from agent_svc.domain.model import End, Ended, Event
+from agent_svc.domain.model import End, Ended, Event, Queued
 from agent_svc.run_ports import (
     Append,
     Chunks,
@@ -31,6 +31,7 @@ from agent_svc.run_ports import (
     Runs,
     Sessions,
     Spec,
+    StoredEvents,
     UnreadableError,
     Usage,
 )
@@ -83,7 +84,7 @@ class RunWork:
         try:
             if spec is None:
                 raise UnreadableError
-            read = await self._outside.runs.read(held.lease, self._manner.history_bytes_max)
+            read = await self._read(held)
         except UnreadableError:
             log.error("a run is not understood here", run_id=held.lease.run_id)
             await self._give_back(held)
@@ -115,6 +116,13 @@ class RunWork:
                 await journal.pause(left)
                 return None
         return await journal.give_up(refusal)
+
+    async def _read(self, held: HeldRun) -> StoredEvents:
+        claimed = held.claimed
+        if claimed.last_sequence == 1:
+            # A new run: its one event says that it was queued, and nothing follows from that.
+            return StoredEvents((Event(1, claimed.create_s, Queued("")),), 0)
+        return await self._outside.runs.read(held.lease, self._manner.history_bytes_max)
 
     async def _work(self, held: HeldRun, journal: Journal, spec: Spec) -> Ended | None:
         outside, lease, manner = self._outside, held.lease, self._manner

@@ -42,7 +42,6 @@ from agent_svc.domain.model import (
 )
 from sluice.errors import Code, failed_precondition
 
-
 DECISIONS = 1
 """Number of these rules: a run that was begun under another number may go another way now."""
 
