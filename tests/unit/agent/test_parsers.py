@@ -1,0 +1,225 @@
+"""Blocks of text, Markdown and HTML, with the bytes that they came from; and content that was
+written to harm.
+
+Oracle: what a reader of the document sees; the bytes of the content at a block's range.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_svc.adapters import parsers
+from agent_svc.adapters.blocks import MEDIA_TYPES, NotTextError, blocks_of
+from agent_svc.adapters.parsers import document_chunks
+from sluice.errors import Code, SluiceError
+
+BOM = b"\xef\xbb\xbf"
+
+MARKDOWN = """\
+# Tïtle
+
+Text with *marks* and [a link](http://x.example "t"),
+over two lines.
+
+- item one
+- item two
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+```py
+code()
+```
+
+Under
+-----
+<div>html &amp; more</div>
+
+> quoted
+"""
+
+HTML = """\
+<!doctype html><html><head><title>T &amp; é</title><style>p {}</style></head>
+<body><script>var p = "Text one";</script>
+<h2 class="x">Head <b>line</b></h2>
+<p>Text&nbsp;one &lt;a&gt; caf&eacute; <!-- not this -->&#x1F600; end<br>next</p>
+<ul><li>item 1<li>item 2 <ul><li>inner</ul></ul>
+<table><tr><th>k<th>v</tr><tr><td>1<td>2</td></tr></table>
+<pre>a  b
+c</pre>
+tail</body></html>"""
+
+
+def seen(content: bytes, media_type: str) -> list[tuple[str, str, int]]:
+    """Text, source at its range, and level of each block."""
+    return [
+        (b.text, content[b.begin_byte : b.end_byte].decode(), b.level)
+        for b in blocks_of(content, media_type)
+    ]
+
+
+def test_a_paragraph_of_plain_text_is_its_bytes() -> None:
+    text = "  Erste Zeile ä\r\nzweite  \r\n\r\n\n  \nnext\n"
+    assert seen(text.encode(), "text/plain") == [
+        ("  Erste Zeile ä\r\nzweite", "  Erste Zeile ä\r\nzweite", 0),
+        ("next", "next", 0),
+    ]
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("bom", [b"", BOM])
+def test_blocks_of_markdown_have_their_source_lines(newline: str, bom: bytes) -> None:
+    content = bom + MARKDOWN.replace("\n", newline).encode()
+    found = [(t, s.replace(newline, "\n"), n) for t, s, n in seen(content, "text/markdown")]
+    assert found == [
+        ("Tïtle", "# Tïtle\n", 1),
+        (
+            "Text with *marks* and a link,\nover two lines.",
+            'Text with *marks* and [a link](http://x.example "t"),\nover two lines.\n',
+            0,
+        ),
+        ("item one", "- item one\n", 0),
+        ("item two", "- item two\n", 0),
+        ("a | b", "| a | b |\n", 0),
+        ("1 | 2", "| 1 | 2 |\n", 0),
+        ("code()", "```py\ncode()\n```\n", 0),
+        ("Under", "Under\n", 2),
+        ("html & more", "<div>html &amp; more</div>\n", 0),
+        ("quoted", "> quoted\n", 0),
+    ]
+
+
+def test_blocks_of_html_have_the_bytes_of_their_texts() -> None:
+    assert seen(HTML.encode(), "text/html") == [
+        ("T & é", "T &amp; é", 1),
+        ("Head line", "Head <b>line", 2),
+        (
+            "Text one <a> café 😀 end\nnext",
+            "Text&nbsp;one &lt;a&gt; caf&eacute; <!-- not this -->&#x1F600; end<br>next",
+            0,
+        ),
+        ("item 1", "item 1", 0),
+        ("item 2", "item 2", 0),
+        ("inner", "inner", 0),
+        ("k | v", "k<th>v", 0),
+        ("1 | 2", "1<td>2", 0),
+        ("a b\nc", "a  b\nc", 0),
+        ("tail", "tail", 0),
+    ]
+
+
+def test_a_byte_order_mark_is_no_text_and_is_counted() -> None:
+    for media_type in MEDIA_TYPES:
+        (block,) = blocks_of(BOM + b"word", media_type)
+        assert (block.text, block.begin_byte) == ("word", 3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.sampled_from("ab <>/&;#x1\n\r\"'=-*`[]()|é東"), max_size=120))
+def test_ranges_lie_in_the_content_whatever_it_is(text: str) -> None:
+    content = text.encode()
+    for media_type in MEDIA_TYPES:
+        for block in blocks_of(content, media_type):
+            assert 0 <= block.begin_byte <= block.end_byte <= len(content)
+            content[block.begin_byte : block.end_byte].decode()  # never inside a character
+
+
+def test_what_is_no_utf8_is_told() -> None:
+    for media_type in MEDIA_TYPES:
+        with pytest.raises(NotTextError):
+            blocks_of(b"caf\xe9", media_type)
+
+
+async def refused(content: bytes, media_type: str) -> str:
+    """The field that a refusal names."""
+    with pytest.raises(SluiceError) as raised:
+        await document_chunks(content, media_type)
+    assert raised.value.code is Code.INVALID_ARGUMENT
+    return raised.value.fields[0].field
+
+
+async def test_a_document_becomes_chunks_in_another_process() -> None:
+    chunks = await document_chunks(HTML.encode(), "text/html")
+    assert [one.number for one in chunks] == list(range(len(chunks)))
+    assert chunks[1].text.startswith("T & é > Head line\nText one")
+    assert await document_chunks(HTML.encode(), "text/html") == chunks
+    assert await document_chunks(b"", "text/plain") == []
+
+
+async def test_bad_content_is_refused_by_its_field() -> None:
+    assert await refused(b"x", "application/pdf") == "media_type"
+    assert await refused(b"\xff", "text/plain") == "content"
+    assert await refused(bytes(parsers.CONTENT_BYTES_MAX + 1), "text/plain") == "content"
+    assert await refused(b"!" * 1_800_000, "text/plain") == "content"  # too many chunks
+
+
+@pytest.mark.parametrize(
+    ("content", "media_type"),
+    [
+        (b"<div>" * 600_000, "text/html"),
+        (
+            b"<p>" + b"".join(b"<b a=%d>" % n for n in range(3_000)) + b"</p><p>x" * 200_000,
+            "text/html",
+        ),
+        (b">" * 50_000 + b" x\n" * 100_000, "text/markdown"),
+    ],
+    ids=["deep", "reopened", "quoted"],
+)
+async def test_hostile_content_ends_within_its_limits_and_blocks_nobody(
+    monkeypatch: pytest.MonkeyPatch, content: bytes, media_type: str
+) -> None:
+    """The event loop's own lag is measured: the work is done elsewhere."""
+    monkeypatch.setattr(parsers, "CPU_S", 1)
+    monkeypatch.setattr(parsers, "MEMORY_BYTES", 400 << 20)
+    worst = 0.0
+
+    async def ticks() -> None:
+        nonlocal worst
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0.01)
+            worst = max(worst, time.perf_counter() - began)
+
+    ticking = asyncio.create_task(ticks())
+    assert await refused(content, media_type) == "content"
+    ticking.cancel()
+    assert worst < 0.8  # the parsers hold the interpreter for the whole second
+
+
+async def test_a_caller_that_goes_away_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[asyncio.subprocess.Process] = []
+    start = asyncio.create_subprocess_exec
+
+    async def recorded(*command: str, **options: object) -> asyncio.subprocess.Process:
+        child = await start(*command, **options)  # type: ignore[arg-type]
+        started.append(child)
+        return child
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", recorded)
+    task = asyncio.create_task(document_chunks(b"<div>" * 600_000, "text/html"))
+    while not started:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert started[0].returncode == -9
+
+
+async def test_a_child_has_no_secret_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+
+    async def refuse(*command: str, **options: object) -> None:
+        given.append(options["env"])
+        raise OSError
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    monkeypatch.setenv("TOOL_SECRET_X", "secret")
+    with pytest.raises(OSError):  # noqa: PT011 - the one that was just raised
+        await document_chunks(b"x", "text/html")
+    assert [list(one) for one in given if isinstance(one, dict)] == [["PYTHONPATH"]]
