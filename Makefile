@@ -110,6 +110,10 @@ freeze: $(BASE) $(DEV) protos ## Freeze the contracts, after a review: protos/co
 test: env protos $(ENGINE_MODEL) ## Run every test (ENGINE=simulated: without those that need vLLM)
 	@$(PYTHON) -m pytest $(if $(filter simulated,$(ENGINE)),-m "not vllm") $(TEST_ARGS)
 
+.PHONY: conformance-mcp
+conformance-mcp: $(BASE) $(DEV) protos ## Run the conformance scenarios of the Model Context Protocol on our client (2 minutes; needs npm)
+	@$(PYTHON) -m tests.conformance.run
+
 SEEDS ?= 200
 
 .PHONY: simulate-faults

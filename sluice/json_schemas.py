@@ -197,7 +197,6 @@ _REFUSED: Final = (
     "$dynamicRef",
     "$recursiveRef",
     "$dynamicAnchor",
-    "$anchor",
 )
 
 

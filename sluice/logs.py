@@ -26,6 +26,7 @@ FIELDS_MAX = 32
 TRACE_CHARS_MAX = 8192  # the end of a traceback says most
 
 _FIELDS = "sluice_fields"
+NEVER = logging.CRITICAL + 1
 
 # Libraries that log every call or export below these levels.
 _QUIET = {
@@ -35,6 +36,9 @@ _QUIET = {
     # Log whole URLs and headers.
     "httpx2": logging.WARNING,
     "httpcore2": logging.WARNING,
+    # The MCP library writes into errors what a server sent; its sessions log as "client".
+    "mcp": NEVER,
+    "client": NEVER,
 }
 _REPEATING = ("opentelemetry",)
 REPEAT_S = 60.0  # how often the same line of such a library is written

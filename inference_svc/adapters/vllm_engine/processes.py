@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import psutil
 
-from inference_svc.adapters.vllm_engine.process_guard import ProcessGuard
+from sluice.process_guard import ProcessGuard
 
 WATCH_S = 0.5  # between two looks for new processes while the engine starts
 KILL_S_MAX = 5.0
