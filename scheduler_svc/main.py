@@ -18,6 +18,7 @@ from scheduler_svc.adapters.catalog import Catalog
 from scheduler_svc.adapters.decision_log import DecisionLog
 from scheduler_svc.adapters.decision_records import Recorder
 from scheduler_svc.adapters.decisions import Decisions
+from scheduler_svc.adapters.documents_api import DocumentsApi
 from scheduler_svc.adapters.execution_link import ExecuteConnection, ExecutionLink, choose_link
 from scheduler_svc.adapters.fleet_watch import FleetWatch
 from scheduler_svc.adapters.gate import Gate
@@ -34,6 +35,7 @@ from scheduler_svc.adapters.run_store import RunStore
 from scheduler_svc.adapters.run_watch import RunWatches
 from scheduler_svc.adapters.runs_api import RunParts, RunsApi
 from scheduler_svc.adapters.serving import EmbedStub, Serving
+from scheduler_svc.adapters.sessions_api import SessionsApi
 from scheduler_svc.adapters.state_admin import StateAdmin
 from scheduler_svc.adapters.state_watch import StateWatch
 from scheduler_svc.adapters.tenants import Tenants
@@ -163,6 +165,8 @@ class Parts:
         self.public = joined(
             PublicApi(serving, identity, catalog, self.usage, decisions),  # type: ignore[abstract]
             RunsApi(runs),  # type: ignore[abstract]
+            SessionsApi(identity, self.state_channel),  # type: ignore[abstract]
+            DocumentsApi(runs, identity, self.state_channel),  # type: ignore[abstract]
         )
         self.meshed = MeshApi(
             serving,

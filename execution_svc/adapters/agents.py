@@ -1,9 +1,10 @@
 """The way to agent services: which answer, and what is passed on to them.
 
-Looks at every configured one once a second; the component ``agents`` is up while any serves, and
-health says so under the name of their service. A run is always offered to the same agent first
-(rendezvous hashing), then to the next one. Concurrency: one event loop. Failure modes: one
-that does not answer costs a call its own time limit and is not asked again before it was seen.
+Looks at every configured one once a second, more often while none serves; the component ``agents``
+is up while any serves, and health says so under the name of their service. A run is always offered
+to the same agent first (rendezvous hashing), then to the next one. Concurrency: one event loop.
+Failure modes: one that does not answer costs a call its own time limit and is not asked again
+before it was seen.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from sluice.status import from_rpc_error
 
 AGENT_SERVICE: Final = agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
 LOOK_INTERVAL_S: Final = 1.0
+LOOK_SOON_S: Final = 0.25  # while none serves that might
 LOOK_LIMIT_S: Final = 1.0
 NUDGE_LIMIT_S: Final = 0.3
 NUDGES_MAX: Final = 2
@@ -61,7 +63,8 @@ class Agents:
         while True:
             await asyncio.gather(*map(self._look, self._agents))
             self._tell()
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            missing = self._agents and not any(agent.serves for agent in self._agents)
+            await asyncio.sleep(LOOK_SOON_S if missing else LOOK_INTERVAL_S)
 
     async def close(self) -> None:
         """Closes the connections."""

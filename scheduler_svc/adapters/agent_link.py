@@ -1,9 +1,9 @@
 """The way to agent services, which execution services know.
 
-Asks every execution replica once a second whether it reaches an agent service (its health says so
-under that service's name), and passes nudges on: hints, never waited for, dropped beyond a bound.
-An agent service counts as there for a while after it was last seen: runs are stored and wait, so
-that its restart is no reason to refuse one. One event loop.
+Asks every execution replica once a second (four times while none is there) whether it reaches an
+agent service (its health says so under that service's name), and passes nudges on: hints, never
+waited for, dropped beyond a bound. An agent service counts as there for a while after it was last
+seen: runs are stored and wait, so that its restart is no reason to refuse one. One event loop.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sluice.status import from_rpc_error
 
 AGENT_SERVICE: Final = agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
 LOOK_INTERVAL_S: Final = 1.0
+LOOK_SOON_S: Final = 0.25  # while none is there
 LOOK_LIMIT_S: Final = 2.0
 GRACE_S: Final = 15.0
 NUDGE_LIMIT_S: Final = 1.0
@@ -64,7 +65,7 @@ class AgentLink:
         async with self._work:
             while True:
                 await asyncio.gather(*map(self._look, self._targets))
-                await asyncio.sleep(LOOK_INTERVAL_S)
+                await asyncio.sleep(LOOK_INTERVAL_S if self.available else LOOK_SOON_S)
 
     async def _look(self, target: str) -> None:
         request = health_pb2.HealthCheckRequest(service=AGENT_SERVICE)

@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import json
 import math
-import uuid
 from collections.abc import Iterator
 from typing import Final
 
 from google.protobuf import duration_pb2
 
 from scheduler_svc.adapters import translate
+from scheduler_svc.adapters.requests import check_uuid
 from scheduler_svc.adapters.tenant import Tenant
 from scheduler_svc.domain.run_budget import Asked, RunLimits
 from sluice import json_schemas
 from sluice.errors import invalid, permission_denied
 from sluice.input_rules import check_message
 from sluice.scheduler.v1 import runs_pb2
+from sluice.tool_rules import JOINT
 
 REQUEST_BYTES_MAX: Final = 1 << 20
 """Of a whole request: it is stored with the run, and read again with each claim."""
 
 TOOLS_MAX: Final = 128
 WALL_TIME_MAX_S: Final = 30 * 86_400.0
-MEMBER: Final = "__"
-"""Between the name of a server or document and that of one of its tools."""
-
 _MODES: Final = frozenset(runs_pb2.AgentMode.values())
 _CHOICES: Final = frozenset(runs_pb2.ToolChoice.values())
 NEED_TOOLS: Final = (runs_pb2.TOOL_CHOICE_REQUIRED, runs_pb2.TOOL_CHOICE_EACH)
@@ -106,10 +104,10 @@ def may_use(tool: str, tenant: Tenant) -> bool:
 
 
 def _owners(tool: str) -> Iterator[str]:
-    at = tool.find(MEMBER)
+    at = tool.find(JOINT)
     while at > 0:
         yield tool[:at]
-        at = tool.find(MEMBER, at + 1)
+        at = tool.find(JOINT, at + 1)
 
 
 def check_sessions(tenant: Tenant) -> None:
@@ -167,17 +165,3 @@ def parsed(text: str, field: str) -> object:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise invalid(field, "must be JSON") from None
-
-
-def check_uuid(text: str, field: str) -> None:
-    """Raises INVALID_ARGUMENT unless it is a UUID in its usual form."""
-    if not is_uuid(text):
-        raise invalid(field, "must be a UUID")
-
-
-def is_uuid(text: str) -> bool:
-    """Whether it is a UUID in its usual form."""
-    try:
-        return str(uuid.UUID(text)) == text.lower()
-    except ValueError:
-        return False

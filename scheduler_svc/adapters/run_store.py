@@ -74,6 +74,7 @@ class RunStore:
         RESOURCE_EXHAUSTED with TOO_MANY_RUNS, NOT_FOUND for its session."""
         task = spec_pb2.AgentTask(request=request, turn=turn, context_tokens=context_tokens)
         task.request.model = new.models[0]
+        task.request.session_id = new.session_id
         return await self._create(new, spec_pb2.RunSpec(task=task))
 
     async def create_ingest(self, new: NewRun, ingest: spec_pb2.IngestTask) -> stored_pb2.StoredRun:

@@ -21,6 +21,7 @@ from scheduler_svc.adapters.agent_link import AgentLink
 from scheduler_svc.adapters.catalog import Catalog
 from scheduler_svc.adapters.gate import Gate
 from scheduler_svc.adapters.identity import Identity
+from scheduler_svc.adapters.requests import check_page_token, check_uuid, page_size
 from scheduler_svc.adapters.run_records import ENDED, listed, run_id_of, shown
 from scheduler_svc.adapters.run_store import NewRun, RunStore
 from scheduler_svc.adapters.run_watch import RunWatches
@@ -31,9 +32,6 @@ from sluice.errors import SluiceError, invalid
 from sluice.ids import new_request_id
 from sluice.scheduler.v1 import runs_pb2, scheduler_pb2_grpc
 
-PAGE_DEFAULT: Final = 20
-PAGE_MAX: Final = 100
-PAGE_TOKEN_BYTES_MAX: Final = 512
 RESULT_BYTES_MAX: Final = 1 << 20
 CANCEL_WAIT_S: Final = 2.0
 CANCEL_LOOK_S: Final = 0.02
@@ -156,7 +154,7 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             models=(model, embedding) if embedding else (model,),
             gate_reason=reason.value,
             budget=self._parts.agents.budget(request.budget),
-            session_id=request.session_id,
+            session_id=request.session_id.lower(),
             runs_max=0 if turn else self._parts.agents.runs_max(caller.tenant),
         )
         context_tokens = self._parts.catalog.context_tokens(model)
@@ -198,7 +196,7 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> None:
         """See scheduler.proto."""
         tenant = self._parts.identity.tenant(context)
-        run_request.check_uuid(request.run_id, "run_id")
+        check_uuid(request.run_id, "run_id")
         self._store()
 
         async def write(event: runs_pb2.RunEvent) -> None:
@@ -211,7 +209,7 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> runs_pb2.GetRunResponse:
         """See scheduler.proto."""
         tenant = self._parts.identity.tenant(context)
-        run_request.check_uuid(request.run_id, "run_id")
+        check_uuid(request.run_id, "run_id")
         stored = await self._store().get(tenant.name, request.run_id.lower())
         return runs_pb2.GetRunResponse(run=shown(stored))
 
@@ -232,7 +230,7 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> runs_pb2.CancelRunResponse:
         """See scheduler.proto. Waits shortly for the agent to end the run."""
         tenant = self._parts.identity.tenant(context)
-        run_request.check_uuid(request.run_id, "run_id")
+        check_uuid(request.run_id, "run_id")
         request_id = _request_id(request.request_id)
         store, run_id = self._store(), request.run_id.lower()
         stored = await store.cancel(tenant.name, run_id, request_id)
@@ -249,7 +247,7 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> runs_pb2.ResumeRunResponse:
         """See scheduler.proto."""
         tenant = self._parts.identity.tenant(context)
-        run_request.check_uuid(request.run_id, "run_id")
+        check_uuid(request.run_id, "run_id")
         request_id = _request_id(request.request_id)
         _check_decision(request)
         decision = runs_pb2.RunResumed(
@@ -280,22 +278,9 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
 _NOT_AVAILABLE: Final = Verdict(Path.REFUSED, GateReason.NOT_AVAILABLE)
 
 
-def page_size(asked: int) -> int:
-    """The size of a page. INVALID_ARGUMENT beyond the largest."""
-    if asked > PAGE_MAX:
-        raise invalid("page_size", f"must be 1 to {PAGE_MAX}")
-    return asked or PAGE_DEFAULT
-
-
-def check_page_token(token: str) -> None:
-    """Raises INVALID_ARGUMENT for one that no page has."""
-    if len(token.encode()) > PAGE_TOKEN_BYTES_MAX:
-        raise invalid("page_token", "is none of a previous response")
-
-
 def _request_id(given: str) -> str:
     if given:
-        run_request.check_uuid(given, "request_id")
+        check_uuid(given, "request_id")
     return given or new_request_id()
 
 

@@ -17,11 +17,13 @@ import grpc.aio
 import pytest
 
 from scheduler_svc.adapters.agent_path import AgentPath
+from scheduler_svc.adapters.documents_api import DocumentsApi
 from scheduler_svc.adapters.identity import Identity
 from scheduler_svc.adapters.joined import joined
 from scheduler_svc.adapters.run_store import RunStore
 from scheduler_svc.adapters.run_watch import RunWatches
 from scheduler_svc.adapters.runs_api import RunParts, RunsApi
+from scheduler_svc.adapters.sessions_api import SessionsApi
 from scheduler_svc.adapters.tenant import Tenant
 from scheduler_svc.domain.agent_gate import AgentGate, AgentLimits, FleetLoad
 from scheduler_svc.domain.run_budget import RunLimits
@@ -33,13 +35,20 @@ from sluice.grants import GrantSigner, ensure_keys
 from sluice.run_credentials import CredentialSigner
 from sluice.scheduler.v1 import generate_pb2, scheduler_pb2, scheduler_pb2_grpc
 from sluice.server import Health, MeshServer
-from sluice.state.v1 import runs_pb2_grpc
+from sluice.state.v1 import documents_pb2_grpc, runs_pb2_grpc, sessions_pb2_grpc
 from sluice.status import from_rpc_error
+from state_svc.adapters.documents_servicer import DocumentServicer
+from state_svc.adapters.matrix_index import IndexLimits, MatrixIndex
+from state_svc.adapters.memory_documents import MemoryDocuments
+from state_svc.adapters.memory_runs import MemorySessions, MemoryTenants
+from state_svc.adapters.session_servicer import SessionServicer
+from state_svc.ports_documents import DocumentLimits
 from tests.contract.fake_state import FakeRuns
 
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 MOST = RunLimits(50, 1000, 10, 600.0, 5.0)
 LIMITS = AgentLimits(runs_max=3)
+VECTORS = {"cats": (1.0, 0.0, 0.0), "dogs": (0.0, 1.0, 0.0)}
 
 
 @dataclass
@@ -48,9 +57,18 @@ class Answers:
 
     refusals: list[tuple[SluiceError, str]] = field(default_factory=list)
     direct: list[tuple[Any, str]] = field(default_factory=list)
+    embedded: list[tuple[Any, Any]] = field(default_factory=list)
+    fails: SluiceError | None = None
 
     def refused(self, caller: Any, ticket: Any, refusal: SluiceError, reason: str = "") -> None:
         self.refusals.append((refusal, reason))
+
+    async def embed(self, request: Any, caller: Any) -> generate_pb2.EmbedResponse:
+        self.embedded.append((request, caller))
+        if self.fails is not None:
+            raise self.fails
+        values = VECTORS.get(request.texts[0], (0.0, 0.0, 1.0))
+        return generate_pb2.EmbedResponse(embeddings=[generate_pb2.Embedding(values=values)])
 
     async def stream(
         self, request: Any, caller: Any, context: Any, told: Any, gate_reason: str = ""
@@ -131,6 +149,7 @@ class Rig:
     watches: RunWatches
     signer: CredentialSigner
     stub: Any
+    state: grpc.aio.Channel
     load: FleetLoad = field(default_factory=lambda: FleetLoad(0.0, 0.0))
     state_up: bool = True
 
@@ -161,11 +180,19 @@ async def scheduler_rig(folder: Any, write_limit_s: float = 5.0) -> AsyncIterato
     runs = FakeRuns()  # type: ignore[abstract]  # what agents call is not needed
     state = MeshServer("state", ["127.0.0.1:0"], Health())
     runs_pb2_grpc.add_RunServiceServicer_to_server(runs, state.grpc)
+    documents = MemoryDocuments(DocumentLimits())
+    index = MatrixIndex(documents, IndexLimits())
+    sessions_pb2_grpc.add_SessionServiceServicer_to_server(
+        SessionServicer(MemorySessions(MemoryTenants())), state.grpc
+    )
+    documents_pb2_grpc.add_DocumentServiceServicer_to_server(
+        DocumentServicer(documents, index, 5.0), state.grpc
+    )
     await state.start()
     channel = open_channel(f"127.0.0.1:{state.ports[0]}")
     answers, link, names = Answers(), Link(), Names()
     watches = RunWatches(channel, write_limit_s=write_limit_s, watches_max=8)
-    rig = Rig(runs, answers, link, names, watches, signer, None)
+    rig = Rig(runs, answers, link, names, watches, signer, None, channel)
     serving = cast("Any", answers)
     parts = RunParts(
         serving=serving,
@@ -182,7 +209,11 @@ async def scheduler_rig(folder: Any, write_limit_s: float = 5.0) -> AsyncIterato
     deadlines = {f"/{SERVICE}/{method}": long for method in ("RunAgent", "WatchRun")}
     public = MeshServer("scheduler", ["127.0.0.1:0"], Health(), deadlines=deadlines)
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
-        joined(RunsApi(parts)),  # type: ignore[abstract]
+        joined(
+            RunsApi(parts),  # type: ignore[abstract]
+            SessionsApi(parts.identity, channel),  # type: ignore[abstract]
+            DocumentsApi(parts, parts.identity, channel),  # type: ignore[abstract]
+        ),
         public.grpc,
     )
     await public.start()
@@ -195,6 +226,7 @@ async def scheduler_rig(folder: Any, write_limit_s: float = 5.0) -> AsyncIterato
         await public.stop(0)
         await channel.close()
         await state.stop(0)
+        await index.close()
 
 
 async def read_all(call: Any) -> list[Any]:
