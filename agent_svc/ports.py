@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from agent_svc.domain.model import Message, ToolInfo
 
@@ -122,6 +122,14 @@ class ToolSource(Protocol):
 
     async def close(self) -> None:
         """Ends connections and processes. Idempotent."""
+
+
+@runtime_checkable
+class DescribedSource(ToolSource, Protocol):
+    """A source that also knows what cannot be called, and why."""
+
+    async def states(self) -> Sequence[ToolStatus]:
+        """All its tools, within seconds."""
 
 
 class ToolBox(Protocol):

@@ -12,6 +12,7 @@ from agent_svc.adapters.egress import EgressGuard
 from agent_svc.adapters.state_tools import StateTools
 from agent_svc.adapters.toolbox import Tools
 from agent_svc.adapters.tools.factory import Sources
+from agent_svc.adapters.tools.mcp_servers import McpServers
 from agent_svc.adapters.tools.runner import Runner
 from sluice.agent.v1.tools_pb2 import ToolDeclaration
 from sluice.config import ConfigError
@@ -42,7 +43,8 @@ class ToolParts:
         )
         store = StateTools(state)
         root = (path.parent if path is not None else Path()).absolute()
-        sources = Sources(self._guard, store, environ=environ, root=root)
+        self._mcp = McpServers(self._guard, environ, root)
+        sources = Sources(self._guard, store, environ=environ, root=root, mcp=self._mcp.server)
         try:
             self.box = Tools(declared(path), sources, Runner(store, telemetry), store)
         except SluiceError as error:
@@ -52,6 +54,7 @@ class ToolParts:
     async def close(self) -> None:
         """Ends connections, threads and processes of tools."""
         await self.box.close()
+        await self._mcp.close()
         self._guard.close()
 
 

@@ -21,7 +21,7 @@ from typing import Final, Protocol
 from agent_svc.adapters.tools.factory import Sources, info_from
 from agent_svc.adapters.tools.runner import CallLimits, Runner
 from agent_svc.domain.authority import grants, owners
-from agent_svc.ports import Tool, ToolError, ToolSource, ToolStatus
+from agent_svc.ports import DescribedSource, Tool, ToolError, ToolSource, ToolStatus
 from sluice import tool_rules
 from sluice.agent.v1.tools_pb2 import ToolDeclaration
 from sluice.errors import SluiceError, invalid
@@ -82,35 +82,34 @@ class Tools:
 
     async def resolve(self, tenant: str, names: Sequence[str]) -> Sequence[Tool]:
         """See ToolBox. Raises SluiceError where the tenant's own tools cannot be read."""
-        found: dict[str, Tool] = {}
-        for owner in owners(names):
-            entry = await self._find(tenant, owner)
-            if entry is None:
-                continue
-            try:
-                made = await self._tools_of(entry)
-            except ToolError:
-                continue
-            found.update((one.info.name, one) for one in made if grants(names, one.info.name))
-        return list(found.values())
+        entries = [await self._find(tenant, owner) for owner in owners(names)]
+        # Together: one server that does not answer must not hold up the others.
+        made = await asyncio.gather(*(self._callable(entry) for entry in entries if entry))
+        found = {one.info.name: one for tools in made for one in tools}
+        return [one for name, one in found.items() if grants(names, name)]
 
     async def states(self, tenant: str) -> Sequence[ToolStatus]:
         """See ToolBox."""
-        own = await self._own(tenant)
-        entries = {**own, **self._configured}
-        states: list[ToolStatus] = []
-        for name in sorted(entries):
-            entry = entries[name]
-            info, problem = info_from(entry.declaration), entry.problem
-            if not problem:
-                try:
-                    made = await self._tools_of(entry)
-                    states += [ToolStatus(one.info) for one in made]
-                    continue
-                except ToolError as error:
-                    problem = error.message
-            states.append(ToolStatus(info, problem))
-        return states
+        entries = {**await self._own(tenant), **self._configured}
+        told = await asyncio.gather(*(self._states_of(entries[name]) for name in sorted(entries)))
+        return [status for one in told for status in one]
+
+    async def _callable(self, entry: _Entry) -> Sequence[Tool]:
+        try:
+            return await self._tools_of(entry)
+        except ToolError:
+            return ()
+
+    async def _states_of(self, entry: _Entry) -> Sequence[ToolStatus]:
+        info, problem = info_from(entry.declaration), entry.problem
+        if not problem:
+            try:
+                if isinstance(entry.source, DescribedSource):
+                    return await entry.source.states()
+                return [ToolStatus(one.info) for one in await self._tools_of(entry)]
+            except ToolError as error:
+                problem = error.message
+        return [ToolStatus(info, problem)]
 
     async def close(self) -> None:
         """Ends every source."""
@@ -118,9 +117,8 @@ class Tools:
         for tenant in self._tenants.values():
             entries += tenant.entries.values()
         retired, self._retired = self._retired, []
-        for source in [*(entry.source for entry in entries), *(one for _, one in retired)]:
-            if source is not None:
-                await source.close()
+        sources = [*(entry.source for entry in entries), *(one for _, one in retired)]
+        await asyncio.gather(*(source.close() for source in sources if source is not None))
 
     async def _tools_of(self, entry: _Entry) -> list[Tool]:
         if entry.source is None:

@@ -33,6 +33,7 @@ from sluice.tool_rules import output_bytes_max, timeout_s
 
 CALLS_MAX: Final = 16  # at once on one server; more wait their turn
 MESSAGE_SLACK_BYTES: Final = 1 << 20  # of a message beyond its result; a listing fits in it
+LOOK_S: Final = 3.0  # a look at the tools waits so long for a session; calls have their deadline
 ROUNDS_MAX: Final = 4  # of one call, in which the server asks for more
 KEY_META: Final = "sluice/idempotency-key"
 TRACE_META: Final = "traceparent"
@@ -72,8 +73,8 @@ class McpServer:
         self._tools: Mapping[str, McpTool] = {}
 
     async def tools(self) -> Sequence[McpTool]:
-        """What may be called, in the server's order, also while the server is away. Waits for an
-        attempt to reach it; raises ToolError TOOL_UNAVAILABLE when it was never reached."""
+        """What may be called, in the server's order, also while the server is away. Waits LOOK_S
+        for a session; raises ToolError TOOL_UNAVAILABLE when it was never reached."""
         if not await self._reached() and not self._found:
             raise ToolError("TOOL_UNAVAILABLE", _DOWN, made=False)
         return list(self._tools.values())
@@ -106,8 +107,9 @@ class McpServer:
 
     async def _reached(self) -> bool:
         try:
-            await self.connection.session()
-        except NotConnectedError:
+            async with asyncio.timeout(LOOK_S):
+                await self.connection.session()
+        except (NotConnectedError, TimeoutError):
             return False
         return True
 

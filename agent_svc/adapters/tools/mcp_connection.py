@@ -72,7 +72,7 @@ class McpConnection:
         self._gone = False  # the server has ended
         self._resting = False  # between two attempts
         self._closing = False
-        self._attempt: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._attempt: asyncio.Future[None] | None = None  # done when it has its outcome
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -89,6 +89,8 @@ class McpConnection:
                 self._task = asyncio.get_running_loop().create_task(self._run())
             if self._resting:
                 self._wake.set()
+            if self._attempt is None:
+                self._attempt = asyncio.get_running_loop().create_future()
             await asyncio.shield(self._attempt)
         if self._session is None:
             raise NotConnectedError
@@ -169,8 +171,9 @@ class McpConnection:
 
     def _tried(self) -> None:
         """Tells those who wait that an attempt has its outcome."""
-        self._attempt.set_result(None)
-        self._attempt = asyncio.get_running_loop().create_future()
+        if self._attempt is not None:
+            self._attempt.set_result(None)
+            self._attempt = None
 
     async def _serve(self) -> None:
         """One session from its opening to its end. Raises what ended it, if that was no decision
