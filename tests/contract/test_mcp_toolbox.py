@@ -40,7 +40,8 @@ async def test_a_server_that_hangs_holds_up_no_other_tool(tmp_path: Path) -> Non
     """Goal: one server that accepts and never answers costs a look at the tools a few seconds and
     makes itself unavailable alone. Method: the tools of a process, with a clock, a sound server and
     one that hangs. Oracle: what is listed and why, what can be called, and the time."""
-    hung = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    writers: list[asyncio.StreamWriter] = []
+    hung = await asyncio.start_server(lambda _, writer: writers.append(writer), "127.0.0.1", 0)
     port = hung.sockets[0].getsockname()[1]
     path = tmp_path / "sluice.toml"
     path.write_text(TABLES.format(script=SCRIPT, log=tmp_path / "log", port=port))
@@ -56,6 +57,9 @@ async def test_a_server_that_hangs_holds_up_no_other_tool(tmp_path: Path) -> Non
     finally:
         hung.close()
         await parts.close()
+        for writer in writers:
+            writer.close()
+            await writer.wait_closed()
         await channel.close()
 
 
