@@ -6,12 +6,12 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from agent_svc.adapters.mesh_models import MeshModels
 from agent_svc.adapters.metrics import observe
+from agent_svc.adapters.parsers import document_chunks
 from agent_svc.adapters.run_work import Outside, RunWork
 from agent_svc.adapters.servicer import AgentServicer
 from agent_svc.adapters.state_documents import StateDocuments
@@ -22,14 +22,12 @@ from agent_svc.adapters.worker import Limits, Worker
 from agent_svc.config import AgentConfig
 from agent_svc.domain.ending import Rules
 from agent_svc.domain.tool_format import Format, Options
-from agent_svc.run_ports import TextChunk
 from agent_svc.tool_parts import ToolParts
 from sluice import logs
 from sluice.agent.v1 import agent_pb2, agent_pb2_grpc
 from sluice.channels import open_channel
 from sluice.config import config_path, load
 from sluice.deadline import MethodDeadline
-from sluice.errors import invalid
 from sluice.ids import new_epoch
 from sluice.mesh_config import MeshSettings
 from sluice.server import Health, MeshServer, run, serve_until_signalled
@@ -60,7 +58,7 @@ class Parts:
             usage=runs,
             models=self._models,
             tools=lambda tenant, run_id, names: RunTools(tenant, run_id, names, self.tools.box),
-            chunks_of=no_chunks,
+            chunks_of=document_chunks,
         )
         work = RunWork(outside, self._manner(), telemetry, embed_batch=config.embed_batch)
         component = health.component("state", optional=True)
@@ -104,11 +102,6 @@ class Parts:
         await self.tools.close()
         await self._models.close()
         await self._state.close()
-
-
-async def no_chunks(*_: object) -> Sequence[TextChunk]:
-    """Nothing can be read yet."""
-    raise invalid("media_type", "is not known")
 
 
 async def serve() -> int:
