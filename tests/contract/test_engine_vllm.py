@@ -17,6 +17,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from agent_svc.domain.tool_format import Ask
 from inference_svc.adapters.vllm_engine.settings import EngineConfigError
 from inference_svc.ports import (
     Constraint,
@@ -31,6 +32,7 @@ from sluice.errors import Code, SluiceError
 from tests.contract.engine_contract import GREEDY, PROMPT, GenerationContract, chat, names, refused
 from tests.contract.engine_contract_more import ContinuationContract, continuation
 from tests.contract.engine_harness import EngineHarness, begin, finish, generate, until
+from tests.contract.tool_task import run_task
 from tests.contract.vllm_support import CHAT_MODEL, MARKS, harness_of, running_engine, settings
 from tests.unit.scheduler.memory_mesh import Answer, Cuts, memory_mesh
 
@@ -76,6 +78,27 @@ class TestVllmItself:
         done = await generate(harness, question, Sampling(temperature=0.0, max_tokens=24))
         assert "Paris" in done.sink.text()
         assert done.sink.reason() is FinishReason.STOP
+
+    async def test_the_small_model_completes_a_task_of_several_steps(
+        self, harness: EngineHarness
+    ) -> None:
+        """Structured output and the tool choice EACH let a model that cannot plan take every step
+        in the right form. What it writes into them is its own: here it is right."""
+
+        async def ask_engine(asked: Ask) -> tuple[str, str]:
+            constraint = Constraint(ConstraintKind.JSON_SCHEMA, asked.json_schema)
+            done = await generate(
+                harness,
+                chat(*((message.role, message.content) for message in asked.messages)),
+                Sampling(temperature=0.0, max_tokens=80, constraint=constraint),
+            )
+            return done.sink.text(), done.sink.reason().value
+
+        done = await run_task(ask_engine)
+        assert done.problems == []
+        assert done.calls == ["search", "calculator"]
+        assert "lamp" in done.arguments[0]["query"]
+        assert "84" in done.answer
 
     async def test_the_description_is_vllms_own(self, harness: EngineHarness) -> None:
         model = harness.engine.describe()

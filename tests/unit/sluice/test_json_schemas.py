@@ -128,6 +128,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"pattern": r"(a)\1"}, "has a pattern that is not supported"),
         ({"pattern": "a{1000}{1000}"}, "has a pattern that is not supported"),
         ({"pattern": "a" * 300}, "has a pattern that is not supported"),
+        ({"pattern": r"\pL{17}"}, "has a pattern that is not supported"),
         ({"allOf": [{"pattern": f"a{n}"} for n in range(17)]}, "has more than 16 patterns"),
         (nested(40), "is nested deeper than 32"),
         ({"description": "x" * SCHEMA_BYTES_MAX}, "is longer than 32768 bytes"),
@@ -198,6 +199,24 @@ def test_nothing_of_a_value_is_in_what_is_told(secret: str) -> None:
         told = validate(schema, value)
         assert told
         assert secret not in told
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"^[\w.-]+@\w+\.\w{2,8}$", "a.b-c_1@example.org", "a b@example.org"),
+        (r"^\d{4}-\d\d$", "2026-11", "２０２６-１１"),
+        (r"^[^\w]\W$", "-é", "-a"),
+        (r"\\\\w", "\\\\w", "a"),
+        (r"^\p{Lu}\S*$", "Émile", "émile"),
+        ("b", "abc", "ac"),
+    ],
+)
+def test_patterns_mean_what_the_standard_says(pattern: str, good: str, bad: str) -> None:
+    schema = {"pattern": pattern}
+    assert check_schema(schema) == ""
+    assert validate(schema, good) == ""
+    assert validate(schema, bad) == "it does not follow pattern"
 
 
 def doubling(levels: int) -> dict[str, Any]:
