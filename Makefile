@@ -120,6 +120,12 @@ SEEDS ?= 200
 simulate-faults: $(BASE) $(DEV) protos ## Run the mesh in one process under random faults, in virtual time (SEEDS=200)
 	@$(PYTHON) -m tests.simulation 0-$$(( $(SEEDS) - 1 ))
 
+KILLS ?= 100
+
+.PHONY: chaos
+chaos: $(BASE) $(DEV) protos ## Kill each process at random moments while runs with tools go on (KILLS=100 each, about an hour)
+	@$(PYTHON) -m tests.robustness.chaos --seeds 0-$$(( $(KILLS) - 1 )) $(CHAOS_ARGS)
+
 ##@ Measure
 
 .PHONY: bench-mesh

@@ -46,6 +46,8 @@ ENGINE: Mapping[str, object] = {"decode_step_ms": 5.0, "decode_step_ms_per_seque
 
 
 NO_SERVICES = ("envoy", "valkey")
+AGENT_SERVICE = "sluice.agent.v1.AgentService"
+AGENT_SEEN_S = 1.2
 
 
 @dataclass(frozen=True)
@@ -186,17 +188,17 @@ class Mesh:
             self.channels[name] = grpc.insecure_channel(self[name].address, options)
         return self.channels[name]
 
-    def health(self, name: str) -> int:
-        """What a service says of its health; -1 while it does not answer."""
+    def health(self, name: str, service: str = "") -> int:
+        """What a process says of its health, or that of a service; -1 while it does not answer."""
         stub: Any = health_pb2_grpc.HealthStub(self.channel(name))
         try:
-            return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=2).status)
+            return int(stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=2).status)
         except grpc.RpcError:
             return -1
 
-    def serving(self, name: str) -> bool:
-        """Whether a service says that it serves."""
-        return self.health(name) == health_pb2.HealthCheckResponse.SERVING
+    def serving(self, name: str, service: str = "") -> bool:
+        """Whether a process says that it serves, or that it reaches a service."""
+        return self.health(name, service) == health_pb2.HealthCheckResponse.SERVING
 
     def load(self, name: str) -> inference_pb2.WatchLoadResponse:
         """The load of an instance now, by its own report."""
@@ -295,6 +297,10 @@ class Mesh:
         self.until(lambda: httpx.get(f"{self.url}/healthz").is_success, "the edge is healthy")
         for name in self.schedulers:
             self.until(partial(self.reachable, name), f"{name} has all instances")
+        if self.shape.agents:
+            reached = partial(self.serving, "execution-0", AGENT_SERVICE)
+            self.until(reached, "execution reaches an agent service")
+            time.sleep(AGENT_SEEN_S)  # until schedulers have asked execution
 
     def recover(self) -> None:
         """Starts what does not run, takes scripted faults back and waits until all is as it was at
