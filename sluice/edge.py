@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import jinja2
 from google.api import annotations_pb2
@@ -66,14 +66,21 @@ _TARGET_VALUES: Mapping[Target, Mapping[str, object]] = {
 
 
 class JsonRoute(NamedTuple):
-    """A route of the JSON API; `body` is the message that its body holds, empty for none."""
+    """A route of the JSON API. `path` is as annotated; `pattern` is a regular expression for it,
+    empty where it has no variables. `body` is the message that its body holds, empty for none.
+    `query`: whether it takes query parameters. `streams`: whether it answers one value a line."""
 
     verb: str
     path: str
     body: str
+    pattern: str
+    query: bool
+    streams: bool
 
 
-# The forms of http annotations that the template routes: no variables, no partial bodies.
+# The forms of http annotations that the template routes: whole segments as variables, one that
+# takes the rest of the path, no partial bodies.
+VARIABLE: Final = re.compile(r"\{([a-z_]+)(=\*\*)?\}")
 _BODY_OF_VERB: Mapping[str, str] = {"get": "", "delete": "", "post": "*", "put": "*", "patch": "*"}
 
 
@@ -120,7 +127,7 @@ def render(envoy: EnvoySettings, mesh: MeshView) -> str:
     schedulers = [_host_port(value, "envoy.schedulers") for value in envoy.schedulers]
     collector = otlp_address(mesh.otlp_endpoint)
     otlp = (collector.host, collector.port) if collector else None
-    routes = _json_routes(files[PUBLIC_FILE])
+    routes = _json_routes(files)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATE.parent),
         undefined=jinja2.StrictUndefined,
@@ -128,9 +135,14 @@ def render(envoy: EnvoySettings, mesh: MeshView) -> str:
         keep_trailing_newline=True,
     )
     image = descriptor_pb2.FileDescriptorSet(file=files.values())
-    bodies = {route.path: route.body for route in routes if route.body}
+    bodies = [route for route in routes if route.body]
     lua = environment.get_template(LUA.name).render(
-        messages=_fields(files, bodies.values()), bodies=bodies
+        messages=_fields(files, [route.body for route in bodies]),
+        bodies={route.path: route.body for route in bodies if not route.pattern},
+        patterns=[
+            (route.verb, lua_pattern(route.path), route.body) for route in bodies if route.pattern
+        ],
+        streams=[(route.verb, lua_pattern(route.path)) for route in routes if route.streams],
     )
     return environment.get_template(TEMPLATE.name).render(
         e=envoy,
@@ -140,7 +152,7 @@ def render(envoy: EnvoySettings, mesh: MeshView) -> str:
         otlp_static=otlp is not None and _is_address(otlp[0]),
         traced_per_million=round(mesh.trace_sample_ratio * 1e6),
         json_routes=routes,
-        json_paths="|".join(sorted({re.escape(route.path) for route in routes})),
+        plain_paths=sorted({(route.path, route.pattern) for route in routes if not route.query}),
         cors_pattern="|".join(map(re.escape, envoy.cors_origins)),
         lua=lua,
         grpc_timeout_pattern=grpc_timeout_pattern(envoy.grpc_timeout_max_s),
@@ -225,8 +237,11 @@ def _public_files() -> dict[str, descriptor_pb2.FileDescriptorProto]:
     return found
 
 
-def _json_routes(file: descriptor_pb2.FileDescriptorProto) -> list[JsonRoute]:
-    """Every http annotation of the public service, in its order."""
+def _json_routes(files: Mapping[str, descriptor_pb2.FileDescriptorProto]) -> list[JsonRoute]:
+    """Every http annotation of the public service: exact paths first, then patterns, the shorter
+    variables first, since one may match what another is meant for."""
+    file = files[PUBLIC_FILE]
+    fields = {f"{f.package}.{m.name}": m for f in files.values() for m in f.message_type}
     service = next(service for service in file.service if service.name == PUBLIC_SERVICE)
     routes = []
     for method in service.method:
@@ -236,12 +251,58 @@ def _json_routes(file: descriptor_pb2.FileDescriptorProto) -> list[JsonRoute]:
         for binding in (rule, *rule.additional_bindings):
             verb = binding.WhichOneof("pattern") or ""
             path = getattr(binding, verb) if verb in _BODY_OF_VERB else ""
-            if not path or "{" in path or binding.body != _BODY_OF_VERB[verb]:
+            variables = VARIABLE.findall(path)
+            forms = VARIABLE.sub("", path)
+            if not path or "{" in forms or binding.body != _BODY_OF_VERB[verb]:
                 where = f"{PUBLIC_SERVICE}.{method.name}"
                 raise ConfigError(where, f"no route form for {str(binding).strip()!r}")
-            body = method.input_type.removeprefix(".") if binding.body else ""
-            routes.append(JsonRoute(verb.upper(), path, body))
-    return routes
+            message = method.input_type.removeprefix(".")
+            left = {field.name for field in fields[message].field} - {name for name, _ in variables}
+            routes.append(
+                JsonRoute(
+                    verb=verb.upper(),
+                    path=path,
+                    body=message if binding.body else "",
+                    pattern=route_pattern(path) if variables else "",
+                    query=not binding.body and bool(left),
+                    streams=method.server_streaming,
+                )
+            )
+    return sorted(routes, key=lambda route: (bool(route.pattern), "**" in route.path))
+
+
+def annotated_methods() -> list[str]:
+    """Names of the public methods that have JSON routes. Raises ConfigError."""
+    service = next(
+        service
+        for service in _public_files()[PUBLIC_FILE].service
+        if service.name == PUBLIC_SERVICE
+    )
+    return [m.name for m in service.method if m.options.HasExtension(annotations_pb2.http)]
+
+
+def route_pattern(path: str) -> str:
+    """A regular expression for the paths of a template."""
+    parts = VARIABLE.split(path)
+    literals, rests = parts[::3], parts[2::3]
+    text = re.escape(literals[0])
+    for literal, rest in zip(literals[1:], rests, strict=True):
+        text += (".+" if rest else "[^/]+") + re.escape(literal)
+    return text
+
+
+def lua_pattern(path: str) -> str:
+    """The same as a pattern of Lua."""
+    parts = VARIABLE.split(path)
+    literals, rests = parts[::3], parts[2::3]
+    text = _lua_escaped(literals[0])
+    for literal, rest in zip(literals[1:], rests, strict=True):
+        text += (".+" if rest else "[^/]+") + _lua_escaped(literal)
+    return f"^{text}$"
+
+
+def _lua_escaped(text: str) -> str:
+    return re.sub(r"([^A-Za-z0-9_/])", r"%\1", text)
 
 
 def _fields(

@@ -59,12 +59,12 @@ class Stub:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def control(self, **command: Any) -> dict[str, int]:
-        """Its counters; `serving=` sets its health."""
+    def control(self, **command: Any) -> dict[str, Any]:
+        """Its counters, and what was asked last (`seen`); `serving=` sets its health."""
         with grpc.insecure_channel(self.address) as channel:
             call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(CONTROL)
             answer = call(json.dumps(command).encode(), timeout=5)
-        counters: dict[str, int] = json.loads(answer)
+        counters: dict[str, Any] = json.loads(answer)
         return counters
 
 

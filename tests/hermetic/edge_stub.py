@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import any_pb2, duration_pb2, json_format, message_factory
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -36,7 +36,8 @@ from sluice.scheduler.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     generate_pb2,
-    scheduler_pb2,  # noqa: F401 - reflection finds the service's file only when it is loaded
+    runs_pb2,
+    scheduler_pb2,
     scheduler_pb2_grpc,
 )
 from sluice.server_limits import ServerLimits, server_options
@@ -69,7 +70,14 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.counters = {"calls": 0, "active": 0, "cancelled": 0, "written": 0, "unexpected": 0}
+        self.seen: dict[str, Any] = {}
+        self.counters: dict[str, Any] = {
+            "calls": 0,
+            "active": 0,
+            "cancelled": 0,
+            "written": 0,
+            "unexpected": 0,
+        }
 
     async def _fail(self, context: Any, script: dict[str, Any]) -> None:
         if script.get("initial"):
@@ -146,6 +154,37 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         return generate_pb2.ListModelsResponse(models=[generate_pb2.Model(name="stub")])
 
 
+def _echo_rest(scheduler: Scheduler) -> None:
+    """Gives the scheduler every method that it has not: each keeps what it was asked, as JSON under
+    its name, and answers with the message that has nothing set; streams with three events."""
+    service = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+    for name, method in service.methods_by_name.items():
+        if name in vars(Scheduler):
+            continue
+        answer = message_factory.GetMessageClass(method.output_type)
+
+        def keep(request: Any, name: str = name) -> None:
+            scheduler.seen[name] = json.loads(
+                json_format.MessageToJson(request, preserving_proto_field_name=True)
+            )
+            scheduler.counters["calls"] += 1
+
+        async def unary(request: Any, context: Any, keep: Any = keep, answer: Any = answer) -> Any:
+            keep(request)
+            return answer()
+
+        async def stream(
+            request: Any, context: Any, keep: Any = keep, answer: Any = answer
+        ) -> AsyncIterator[Any]:
+            keep(request)
+            for sequence in range(1, 4):
+                yield answer(event=runs_pb2.RunEvent(sequence=sequence))
+                scheduler.counters["written"] += 1
+                await asyncio.sleep(0.3)
+
+        setattr(scheduler, name, stream if method.server_streaming else unary)
+
+
 class Admin(admin_pb2_grpc.SchedulerAdminServiceServicer):
     """Answers one call, to show that it was reached."""
 
@@ -174,7 +213,7 @@ class Rest(grpc.GenericRpcHandler):
             value = kind.SERVING if command["serving"] else kind.NOT_SERVING
             for name in ("", *PUBLIC):
                 await self._health.set(name, value)
-        return json.dumps(self._scheduler.counters).encode()
+        return json.dumps({**self._scheduler.counters, "seen": self._scheduler.seen}).encode()
 
     async def _unexpected(self, request: bytes, context: Any) -> bytes:
         self._scheduler.counters["unexpected"] += 1
@@ -184,7 +223,8 @@ class Rest(grpc.GenericRpcHandler):
 async def serve(port: int, name: str, limits: ServerLimits) -> None:
     """Serves on loopback until the process ends."""
     server = grpc.aio.server(options=server_options(limits))
-    scheduler = Scheduler(name)  # type: ignore[abstract]  # what tests do not call stays away
+    scheduler = Scheduler(name)  # type: ignore[abstract]  # the rest is added here
+    _echo_rest(scheduler)
     admin = Admin()  # type: ignore[abstract]
     servicer = health.aio.HealthServicer()
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(scheduler, server)
