@@ -12,7 +12,6 @@ A name of the configuration hides a registered one. Runs on the event loop; boun
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from agent_svc.adapters.tools.factory import Sources, info_from
 from agent_svc.adapters.tools.runner import CallLimits, Runner
 from agent_svc.domain.authority import grants, owners
 from agent_svc.ports import DescribedSource, Tool, ToolError, ToolSource, ToolStatus
-from sluice import tool_rules
+from sluice import logs, tool_rules
 from sluice.agent.v1.tools_pb2 import ToolDeclaration
 from sluice.errors import SluiceError, invalid
 
@@ -31,7 +30,7 @@ STALE_S: Final = 300.0
 TENANTS_MAX: Final = 256
 REGISTERED: Final = "registered"  # label of all registered tools in metrics
 
-_log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 class RegisteredTools(Protocol):
@@ -173,7 +172,7 @@ class Tools:
             try:
                 tool_rules.check(one, "tool", configured=False)
             except SluiceError as error:  # stored before a rule, or past it
-                _log.warning("a registered tool is refused: %s", error.reason)
+                log.warning("a registered tool is refused", reason=error.reason)
                 return _Entry(one, limits, None, tenant, error.message)
         return _Entry(one, limits, self._sources.source(one, tenant), tenant)
 

@@ -10,8 +10,10 @@ Mutants: secrets_not_hidden, runner_logs_arguments, runner_passes_exception_text
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -92,12 +94,22 @@ async def every_end(telemetry: Telemetry) -> tuple[list[str], list[ToolError]]:
     return results, errors
 
 
+@pytest.fixture
+def written() -> Iterator[io.StringIO]:
+    """What this process logs, as every service does, at debug."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    stream = io.StringIO()
+    logs.setup("agent", "debug", stream)
+    yield stream
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
 async def test_canaries_are_in_no_log_span_metric_or_error(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    written: io.StringIO, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    caplog.set_level(logging.DEBUG)
-    for name, least in logs._QUIET.items():  # as in every service
-        caplog.set_level(least, name)
     with otlp_receiver() as receiver:
         telemetry = Telemetry.setup("agent", receiver.endpoint, 1.0, metric_interval_s=0.1)
         results, errors = await every_end(telemetry)
@@ -112,7 +124,7 @@ async def test_canaries_are_in_no_log_span_metric_or_error(
     assert {span.trace_id for span in spans} == {"c" * 32}
     output = capfd.readouterr()
     assert told == []
-    seen = caplog.text + output.out + output.err
+    seen = written.getvalue() + output.out + output.err
     seen += "".join(f"{error!r} {error} {error.message} {error.__cause__!r}" for error in errors)
     assert len(errors) >= 9 and len(results) >= 3
     for canary in (SECRET, ARGUMENT, RESULT):

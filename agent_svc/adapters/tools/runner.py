@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
+import traceback
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, Final
 
 from agent_svc.domain.model import ToolInfo
 from agent_svc.domain.tool_breaker import Pass, ToolBreaker, ToolBreakers, Verdict
 from agent_svc.ports import Blobs, Tool, ToolContext, ToolError, ToolResult
+from sluice import logs
 from sluice.errors import SluiceError
 from sluice.telemetry import Telemetry
 from sluice.telemetry_names import (
@@ -38,7 +40,7 @@ BLOB_S: Final = 5.0  # for keeping a large result
 # The tool's own faults; other failures are brought about by arguments and rules.
 _FAULTS: Final = frozenset({"TOOL_TIMEOUT", "TOOL_LOST", "TOOL_UNAVAILABLE"})
 
-_log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,7 @@ class _RunTool:
         except (ToolError, asyncio.CancelledError):
             raise
         except Exception as error:
-            _log.error("a tool raised %s", type(error).__name__)
+            log.error("a tool raised an exception", kind=type(error).__name__, at=_place(error))
             raise ToolError("TOOL_LOST", "The tool failed.", made=True) from None
 
     async def _bounded(self, result: ToolResult, context: ToolContext) -> ToolResult:
@@ -202,7 +204,7 @@ class _RunTool:
             async with asyncio.timeout(BLOB_S):
                 await blobs.put(context.tenant, context.run_id, name, content, deadline_s=BLOB_S)
         except (SluiceError, TimeoutError):
-            _log.warning("a large result of a tool was not kept")
+            log.warning("a large result of a tool was not kept")
             return ""
         return name
 
@@ -219,7 +221,13 @@ def _tell(breaker: ToolBreaker, begun: Pass, verdict: Verdict, now: float) -> No
     closed = breaker.is_closed
     breaker.end(begun, verdict, now)
     if closed and not breaker.is_closed:
-        _log.warning("a tool failed again and again: it rests")
+        log.warning("a tool failed again and again: it rests")
+
+
+def _place(error: BaseException) -> str:
+    """File and line that raised it: a traceback would come with the exception's text."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{PurePath(frame.filename).name}:{frame.lineno}"
 
 
 def preview_of(content: str, bytes_max: int) -> str:

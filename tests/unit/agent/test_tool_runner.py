@@ -203,8 +203,13 @@ async def test_no_text_of_an_exception_gets_out(caplog: pytest.LogCaptureFixture
     error = await failure(tool)
     assert (error.reason, error.made) == ("TOOL_LOST", True)
     assert error.__cause__ is None and error.__suppress_context__
-    assert "canary" not in f"{error} {error.message} {caplog.text} {runner.calls}"
-    assert "RuntimeError" in caplog.text
+    assert (
+        "canary"
+        not in f"{error} {error.message} {[vars(one) for one in caplog.records]} {runner.calls}"
+    )
+    (record,) = [one for one in caplog.records if one.levelno >= logging.ERROR]
+    fields = record.sluice_fields  # type: ignore[attr-defined]
+    assert fields["kind"] == "RuntimeError" and fields["at"].startswith("test_tool_runner.py:")
 
 
 def test_a_tool_that_fails_rests_and_its_neighbour_does_not(run_virtual: Virtual) -> None:
