@@ -162,6 +162,8 @@ class SqliteDatabase:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._threads = ThreadPoolExecutor(THREADS, "sqlite-tool")
+        self._lock = threading.Lock()
+        self.running = 0  # queries in threads
 
     async def describe(self) -> str:
         """See Database."""
@@ -196,11 +198,16 @@ class SqliteDatabase:
     def _with_connection(
         self, work: Callable[[sqlite3.Connection], T], cancelled: threading.Event
     ) -> T:
+        with self._lock:
+            self.running += 1
         try:
             with closing(self._open(cancelled)) as connection:
                 return work(connection)
         except sqlite3.Error as error:
             raise _failure(error, cancelled.is_set()) from None
+        finally:
+            with self._lock:
+                self.running -= 1
 
     def _open(self, cancelled: threading.Event) -> sqlite3.Connection:
         uri = self._path.absolute().as_uri() + "?mode=ro"

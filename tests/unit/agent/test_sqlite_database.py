@@ -147,10 +147,8 @@ async def test_a_cancel_stops_the_query_and_returns_when_it_has_stopped(
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await database.query(ENDLESS, 10, 10_000)
-        assert time.monotonic() - begin < 1.0
-    cpu = time.process_time()
-    await asyncio.sleep(0.3)
-    assert time.process_time() - cpu < 0.15  # nothing goes on
+        assert database.running == 0
+        assert time.monotonic() - begin < 1.5
 
 
 async def test_queries_beyond_the_threads_wait_and_can_be_cancelled(
@@ -162,7 +160,8 @@ async def test_queries_beyond_the_threads_wait_and_can_be_cancelled(
         task.cancel()
     begin = time.monotonic()
     done = await asyncio.gather(*tasks, return_exceptions=True)
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < 1.5
+    assert database.running == 0
     assert {type(one) for one in done} == {asyncio.CancelledError}
     assert (await database.query("SELECT 1", 1, 1000)).rows == [[1]]
 
