@@ -78,33 +78,33 @@ class HttpServer:
     answers: Mapping[str, Answer]
     asked: list[Asked] = field(default_factory=list)
     connections: int = 0
-    open: int = 0
+    left: int = 0  # calls whose caller went away before their answer
     port: int = 0
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        self.open += 1
         try:
             while (asked := await _read(reader)) is not None:
                 self.asked.append(asked)
                 path = asked.target.partition("?")[0]
                 answer = self.answers.get(path, fixed(b"{}", "404 Not Found"))
-                if not await _unless_gone(reader, answer(asked, writer)):
+                going_on = await _unless_left(reader, answer(asked, writer))
+                self.left += going_on is None
+                if not going_on:
                     break
         except (ConnectionError, asyncio.IncompleteReadError, ssl.SSLError):
             pass
         finally:
-            self.open -= 1
             writer.close()
 
 
-async def _unless_gone(reader: asyncio.StreamReader, answer: Awaitable[bool]) -> bool:
-    """The answer's own result, or False as soon as the caller has gone away."""
+async def _unless_left(reader: asyncio.StreamReader, answer: Awaitable[bool]) -> bool | None:
+    """The answer's own result, or None as soon as the caller has gone away."""
     task = asyncio.ensure_future(answer)
     try:
         while not (await asyncio.wait([task], timeout=0.05))[0]:
             if reader.at_eof():
-                return False
+                return None
         return task.result()
     finally:
         task.cancel()

@@ -44,8 +44,8 @@ ANSWERS: dict[str, Answer] = {
 }
 
 
-async def every_end(telemetry: Telemetry) -> tuple[list[str], list[ToolError]]:
-    """Results and errors of all ways for a call to end."""
+async def every_end(telemetry: Telemetry) -> tuple[list[str], list[ToolError], set[str]]:
+    """Results, errors and what was told of the trace, of all ways for a call to end."""
     async with serving(ANSWERS) as server:
         place = f"api.example.org:{server.port}"
 
@@ -91,7 +91,8 @@ async def every_end(telemetry: Telemetry) -> tuple[list[str], list[ToolError]]:
                     results.append(result.content_json)
         assert {asked.headers["authorization"] for asked in server.asked} == {f"Bearer {SECRET}"}
         assert any(ARGUMENT in asked.target for asked in server.asked)
-    return results, errors
+        parents = {asked.headers["traceparent"] for asked in server.asked}
+    return results, errors, parents
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ async def test_canaries_are_in_no_log_span_metric_or_error(
 ) -> None:
     with otlp_receiver() as receiver:
         telemetry = Telemetry.setup("agent", receiver.endpoint, 1.0, metric_interval_s=0.1)
-        results, errors = await every_end(telemetry)
+        results, errors, parents = await every_end(telemetry)
         await telemetry.shutdown()
         spans = [span for span in receiver.spans() if span.name == SPAN_TOOL]
         told = [one for one in (SECRET, ARGUMENT, RESULT) if receiver.contains(one)]
@@ -122,6 +123,7 @@ async def test_canaries_are_in_no_log_span_metric_or_error(
         *("TOOL_OUTPUT_TOO_LARGE", "TOOL_OUTPUT_INVALID", "TOOL_REFUSED"),
     }
     assert {span.trace_id for span in spans} == {"c" * 32}
+    assert parents <= {f"00-{span.trace_id}-{span.span_id}-01" for span in spans}
     output = capfd.readouterr()
     assert told == []
     seen = written.getvalue() + output.out + output.err

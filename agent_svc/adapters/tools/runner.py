@@ -16,7 +16,7 @@ import asyncio
 import json
 import traceback
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Final
 
@@ -108,7 +108,9 @@ class _RunTool:
         )
         outcome = "CANCELLED"
         try:
-            result = await self._once_at_a_time(arguments, context, begin + context.deadline_s)
+            # What the tool calls is a child of this span.
+            under = replace(context, traceparent=span.traceparent)
+            result = await self._once_at_a_time(arguments, under, begin + context.deadline_s)
             outcome = "OK"
         except ToolError as error:
             outcome = error.reason
