@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from agent_svc.adapters.held_run import HeldRun, InterruptedRunError
 from agent_svc.adapters.journal import Journal
+from agent_svc.adapters.model_step import CONTEXT_REASONS
 from agent_svc.domain.ending import Finish, Pause, Rules, after_refusal, failed
 from agent_svc.domain.history import request_id
 from agent_svc.domain.ingest import StoreBatch, next_batch, stored
@@ -93,11 +94,7 @@ class IngestRun:
         done, total = action.first + len(batch), len(chunks)
         vectors: Sequence[bytes] = ()
         if batch:
-            vectors = await self._model.embed(
-                [chunk.text for chunk in batch],
-                request_id=request_id(self._held.lease.run_id, action.first),
-                deadline_s=action.deadline_s,
-            )
+            vectors = await self._vectors([chunk.text for chunk in batch], action)
         fault_point("agent.before_store_chunks")
         await self._documents.store(
             self._held.lease.tenant,
@@ -110,6 +107,24 @@ class IngestRun:
         )
         fault_point("agent.after_store_chunks")
         return stored(done, total)
+
+    async def _vectors(self, texts: Sequence[str], action: StoreBatch) -> Sequence[bytes]:
+        """A vector for each text. One that the model's context does not hold gets that of its
+        beginning; a refused batch is halved to find it."""
+        try:
+            return await self._model.embed(
+                texts,
+                request_id=request_id(self._held.lease.run_id, action.first),
+                deadline_s=action.deadline_s,
+            )
+        except SluiceError as error:
+            if error.reason not in CONTEXT_REASONS or (len(texts) == 1 and len(texts[0]) < 2):
+                raise
+        if len(texts) == 1:
+            return await self._vectors([texts[0][: len(texts[0]) // 2]], action)
+        half = len(texts) // 2
+        first = await self._vectors(texts[:half], action)
+        return [*first, *await self._vectors(texts[half:], action)]
 
     async def _all_chunks(self) -> Sequence[TextChunk]:
         if self._chunks is None:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from agent_svc.adapters.counts import Counts
 from agent_svc.adapters.held_run import HeldRun
 from agent_svc.adapters.ingest_run import IngestRun
 from agent_svc.adapters.journal import Journal
-from agent_svc.adapters.task_run import Counts, Manner, TaskRun, TaskWorld
+from agent_svc.adapters.task_run import Manner, TaskRun, TaskWorld
 from agent_svc.domain.ending import Bounds, Pause, after_refusal, unread
 from agent_svc.domain.history import fold
 from agent_svc.domain.model import End, Ended, Event, Queued

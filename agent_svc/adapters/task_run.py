@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, assert_never, cast
 
+from agent_svc.adapters.counts import Counts
 from agent_svc.adapters.held_run import HeldRun, InterruptedRunError
 from agent_svc.adapters.journal import Journal
 from agent_svc.adapters.model_step import fitting, model_step
@@ -38,7 +39,7 @@ from agent_svc.domain.next_action import (
     Record,
     next_action,
 )
-from agent_svc.domain.tool_format import Options
+from agent_svc.domain.tool_format import Options, ask
 from agent_svc.ports import ToolContext
 from agent_svc.run_ports import GrantedTools, Model, Runs, Sessions, Spec, TaskSpec, Usage
 from sluice import context, logs
@@ -66,15 +67,6 @@ class Manner:
     in_place_s: float
     text_interval_s: Callable[[], float]
     history_bytes_max: int = 8 << 20
-
-
-@dataclass(slots=True)
-class Counts:
-    """What runs did in this process."""
-
-    steps: int = 0
-    tool_calls: int = 0
-    refused_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +102,7 @@ class TaskRun:
         self._manner = manner
         self._counts = counts
         self._history: Sequence[Message] = ()
+        self._infos: Sequence[ToolInfo] = ()
         self._tries = 0  # refused tries of this step that are not among the events
         self._output_tokens = self._work.output_tokens_max or manner.output_tokens_max
         self._options = manner.options
@@ -125,8 +118,9 @@ class TaskRun:
             sessions = self._world.sessions
             self._history = await sessions.messages(claimed.lease.tenant, claimed.session_id)
         while True:
-            infos = await self._world.tools.infos() if self._work.tools else ()
-            task = self._task(infos)
+            if self._work.tools:
+                self._infos = await self._world.tools.infos()
+            task = self._task(self._infos)
             action = next_action(
                 task,
                 journal.history,
@@ -156,7 +150,7 @@ class TaskRun:
                     if (left := await self._call_model(task, action)) is not None:
                         return await self._leave(left)
                 case CallTools():
-                    await self._call_tools(action, infos)
+                    await self._call_tools(action)
                 case _:
                     assert_never(action)
 
@@ -234,7 +228,7 @@ class TaskRun:
             await self._held.effect(asyncio.sleep(wait_s))
         return None
 
-    async def _call_tools(self, action: CallTools, infos: Sequence[ToolInfo]) -> None:
+    async def _call_tools(self, action: CallTools) -> None:
         self._journal.add(*(planned.started for planned in action.calls if not planned.begun))
         await self._journal.store()
         calls = ToolCalls(self._journal, self._world.tools, self._context)
@@ -242,7 +236,7 @@ class TaskRun:
         context.traceparent.set(span.traceparent)
         try:
             await self._held.until_valid()
-            await self._held.effect(calls.make(action, infos))
+            await self._held.effect(calls.make(action, self._infos))
         except InterruptedRunError:
             return
         finally:
@@ -284,6 +278,19 @@ class TaskRun:
         await self._journal.pause(left)
         return None
 
+    def _extra_cost(self) -> float:
+        """What the run cost beyond a direct call: the part of its prompt that the task itself is
+        not, by bytes, at the price of the whole. An estimate."""
+        history = self._journal.history
+        if not history.tokens:
+            return 0.0
+        own = sum(len(message.content) for message in self._work.messages)
+        asked = sum(
+            len(m.content) for m in ask(self._task(self._infos), (), self._options).messages
+        )
+        needless = history.prompt_tokens * max(0.0, 1.0 - own / max(1, asked))
+        return history.cost * needless / history.tokens
+
     async def _finish(self, action: Finish) -> Ended:
         end = action.events[-1]
         assert isinstance(end, Ended)
@@ -296,6 +303,7 @@ class TaskRun:
                 )
             except SluiceError as error:
                 log.warning("a run that was not needed is not counted", reason=error.reason)
+            self._counts.not_needed(lease.tenant, self._extra_cost())
         said: tuple[Message, ...] = ()
         if self._held.claimed.session_id:
             said = (*self._work.messages, Message("assistant", end.answer))

@@ -25,7 +25,8 @@ from agent_svc.domain.tool_format import Options
 from agent_svc.run_ports import Append, LeaseKey, Model, Spec
 from sluice.errors import SluiceError
 from sluice.scheduler.v1 import runs_pb2 as public_pb2
-from sluice.state.v1 import runs_pb2, sessions_pb2
+from sluice.scheduler.v1 import spec_pb2
+from sluice.state.v1 import documents_pb2, runs_pb2, sessions_pb2
 from tests.contract.agent_rig import TENANT, Rig, state_service
 from tests.unit.agent.world import (
     Script,
@@ -262,3 +263,32 @@ async def test_an_agent_whose_lease_is_lost_is_told_so_by_every_call(rig: Rig) -
     with pytest.raises(SluiceError) as long:
         await runs.read(new.lease, 10)
     assert long.value.reason == "RUN_TOO_LONG"
+
+
+async def test_an_ingest_makes_a_document_searchable(rig: Rig) -> None:
+    put = documents_pb2.PutDocumentRequest(
+        tenant=TENANT,
+        collection="notes",
+        document_id="d",
+        content=b"alpha beta gamma delta epsilon zeta",
+        media_type="text/plain",
+        request_id=str(uuid.uuid4()),
+    )
+    document = (await rig.documents.PutDocument(put)).document
+    spec = spec_pb2.RunSpec()
+    spec.ingest.collection, spec.ingest.document_id = "notes", "d"
+    spec.ingest.generation = document.generation
+    spec.budget.steps_max = 10
+    spec.budget.wall_time_max.FromSeconds(60)
+    script = Script(model_s=0.01)
+    run_id = await rig.create_spec(spec)
+    async with agent(rig, script):
+        await rig.until(run_id, *ENDED)
+    events = await rig.events(run_id)
+    assert kinds(events) == ["queued", "progress", "progress", "ended"]
+    assert [event.progress.done for event in events[1:3]] == [4, 6]
+    search = documents_pb2.SearchChunksRequest(
+        tenant=TENANT, collection="notes", query="epsilon", top_k=1
+    )
+    found = await rig.documents.SearchChunks(search)
+    assert [hit.chunk.text for hit in found.hits] == ["epsilon"]

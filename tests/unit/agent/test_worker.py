@@ -133,6 +133,21 @@ async def test_a_run_that_was_not_needed_is_counted_once(world: World) -> None:
     await world.until_ended(run)
     assert end(run).agent_not_needed
     assert world.state.needless == {run.run_id}
+    agent = world.agents[0]
+    assert list(agent.counts.needless_readings()) == [(1, {"tenant": "t"})]
+    # Nothing but the task was asked: a direct call would have cost the same.
+    assert list(agent.counts.extra_cost_readings()) == [(0.0, {"tenant": "t"})]
+
+
+@virtual
+async def test_a_run_with_tools_that_needed_none_says_what_their_offer_cost(world: World) -> None:
+    run = world.run()
+    world.script.replies = [answer("forty-two")]
+    agent = world.agent()
+    await world.until_ended(run)
+    assert end(run).agent_not_needed
+    ((extra, _),) = agent.counts.extra_cost_readings()
+    assert 0.0 < extra < 0.25
 
 
 @virtual
@@ -637,6 +652,20 @@ async def test_an_ingest_stores_every_chunk_and_says_how_far_it_is(world: World)
     assert world.state.chunks[9].vector == b"word"
     assert run.phase is Phase.SUCCEEDED
     assert not end(run).agent_not_needed
+
+
+@virtual
+async def test_a_chunk_that_is_too_long_gets_the_vector_of_its_beginning(world: World) -> None:
+    run = ingest(world, 6)
+    world.script.embed_chars_max = 20
+    document = world.state.documents["t", "notes", "d"]
+    long = document.content + b" " + b"x" * 70
+    world.state.documents["t", "notes", "d"] = replace(document, content=long)
+    world.agent()
+    await world.until_ended(run)
+    assert run.phase is Phase.SUCCEEDED
+    assert world.state.chunks[6].text == "x" * 70
+    assert world.script.embeds == 7
 
 
 @virtual

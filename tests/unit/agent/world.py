@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from agent_svc.adapters.counts import Counts
 from agent_svc.adapters.run_work import Outside, RunWork
 from agent_svc.adapters.task_run import Manner
 from agent_svc.adapters.worker import Limits, Worker
@@ -305,6 +306,7 @@ class Script:
     ended: Counter[str] = field(default_factory=Counter)  # calls that ended, by key
     errors: dict[str, list[ToolError]] = field(default_factory=dict)  # by tool, one per try
     embeds: int = 0
+    embed_chars_max: int = 1000
     by_run: dict[str, list[str | SluiceError]] = field(default_factory=dict)  # other replies
     late: list[str] = field(default_factory=list)  # calls made after their end was stored
 
@@ -363,6 +365,8 @@ class ScriptedModel:
         self, texts: Sequence[str], *, request_id: str, deadline_s: float
     ) -> Sequence[bytes]:
         await asyncio.sleep(self._script.model_s)
+        if any(len(text) > self._script.embed_chars_max for text in texts):
+            raise SluiceError(Code.INVALID_ARGUMENT, "CONTEXT_LENGTH", "x")
         self._script.embeds += len(texts)
         return [text.encode()[:4].ljust(4) for text in texts]
 
@@ -434,6 +438,7 @@ class Agent:
 
     name: str
     worker: Worker
+    counts: Counts
     task: asyncio.Task[None]
 
     async def crash(self) -> None:
@@ -481,7 +486,9 @@ class World:
         )
         work = RunWork(outside, self.manner, embed_batch=4)
         worker = Worker(name, link, work, self.limits, clock=self.clock)
-        made = Agent(name, worker, asyncio.get_running_loop().create_task(worker.run()))
+        made = Agent(
+            name, worker, work.counts, asyncio.get_running_loop().create_task(worker.run())
+        )
         self.agents.append(made)
         return made
 
