@@ -4,8 +4,8 @@ Goal: a stored run that is ready is claimed soon, whoever died between which two
 however a claim of somebody else fell between them. Method: every order in which the scripts of an
 operation and of a claim can run on a real Valkey, at a clock that only the test moves, and every
 point at which the one or the other can die; then somebody polls. Once with a place that is in use,
-once with one that is about to be removed. Oracle: the run is claimed within the time that the module of
-the index states, or was never stored. Seed: none, all are tried.
+once with one that is about to be removed. Oracle: the run is claimed within the time that the
+module of the index states, or was never stored. Seed: none, all are tried.
 
 Seen to fail on the mutants run_place_written_once, run_place_set_later.
 """

@@ -65,6 +65,10 @@ class StateProcess:
         self._process = None
         return status
 
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal and does not wait."""
+        os.kill(self.pid, number)
+
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
@@ -107,11 +111,11 @@ async def until_health(channel: grpc.aio.Channel, wanted: int, within_s: float =
 
 
 class HolderProcess:
-    """A holder under load (tests/robustness/quota_holder.py); its lines are JSON."""
+    """A holder under load (a script of this folder); its lines are JSON."""
 
-    def __init__(self, address: str, **settings: Any) -> None:
+    def __init__(self, address: str, script: str = "quota_holder.py", **settings: Any) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("quota_holder.py"))],
+            [sys.executable, str(Path(__file__).with_name(script))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_environ(),
