@@ -175,7 +175,7 @@ class Parts:
             CredentialVerifier(config.keys_dir / PUBLIC_FOLDER),
             RunRights(self.state_channel, self.tenants),
         )
-        self.admin = AdminApi(  # type: ignore[abstract]  # tools are not forwarded yet
+        self.admin = AdminApi(
             config.name,
             self.gate,
             self.fleet,

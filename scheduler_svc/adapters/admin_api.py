@@ -1,9 +1,10 @@
 """The administration service, under an admin key: the state of queue and fleet, and what operators
 may change.
 
-Tenants, keys and aliases are the state service's: a change is checked and stored there, and comes
-back to every scheduler through its watch, within a second. Without a state service those methods
-are FAILED_PRECONDITION, and a drain is of this scheduler alone and ends with it.
+Tenants, keys, aliases and tools are the state service's: a change is checked and stored there, and
+comes back to every scheduler through its watch, within a second; for tools agent services ask.
+Without a state service those methods are FAILED_PRECONDITION, and a drain is of this scheduler alone
+and ends with it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from scheduler_svc.adapters.state_calls import not_configured
 from scheduler_svc.adapters.tenants import Tenants
 from scheduler_svc.domain.model import InstanceName
 from scheduler_svc.domain.snapshot import InstanceStatus, Snapshot
+from sluice import tool_rules
 from sluice.common.v1 import policy_pb2
 from sluice.errors import failed_precondition, invalid, not_found
 from sluice.scheduler.v1 import admin_pb2, admin_pb2_grpc
@@ -174,6 +176,28 @@ class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
         await self._gate.drain_instance(InstanceName(request.instance), drained=request.drain)
         after = {entry.name: entry for entry in self.status().instances}
         return admin_pb2.DrainInstanceResponse(instance=after.get(request.instance))
+
+    async def PutTool(
+        self, request: admin_pb2.PutToolRequest, context: Context
+    ) -> admin_pb2.PutToolResponse:
+        """See admin.proto."""
+        state = self._stored(context)
+        # What belongs to the machine (files, programs, private addresses) is its configuration's.
+        tool_rules.check(request.tool, "tool", configured=False)
+        return await state.put_tool(request)
+
+    async def DeleteTool(
+        self, request: admin_pb2.DeleteToolRequest, context: Context
+    ) -> admin_pb2.DeleteToolResponse:
+        """See admin.proto."""
+        await self._stored(context).delete_tool(request.tenant, request.name)
+        return admin_pb2.DeleteToolResponse()
+
+    async def ListTenantTools(
+        self, request: admin_pb2.ListTenantToolsRequest, context: Context
+    ) -> admin_pb2.ListTenantToolsResponse:
+        """See admin.proto."""
+        return await self._stored(context).list_tools(request.tenant)
 
     def _check(self, context: Context) -> None:
         metadata = dict(context.invocation_metadata() or ())

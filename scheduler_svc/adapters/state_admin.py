@@ -1,4 +1,4 @@
-"""Tenants, keys, aliases and drains, as an operator changes them: calls of the state service.
+"""Tenants, keys, aliases, drains and tools, as operators change them: calls of the state service.
 
 Stateless. What the state service refuses passes through with the field that is wrong, under the
 name that the field has here. Nothing is kept: the watch brings every change to every scheduler.
@@ -25,6 +25,8 @@ from sluice.state.v1 import (
     quota_pb2,
     tenants_pb2,
     tenants_pb2_grpc,
+    tools_pb2,
+    tools_pb2_grpc,
 )
 from sluice.timestamps import unix_seconds
 
@@ -45,6 +47,7 @@ class StateAdmin:
         self._tenants: Any = tenants_pb2_grpc.TenantServiceStub(channel)
         self._aliases: Any = aliases_pb2_grpc.AliasServiceStub(channel)
         self._fleet: Any = fleet_pb2_grpc.FleetServiceStub(channel)
+        self._tools: Any = tools_pb2_grpc.ToolServiceStub(channel)
 
     async def put_tenant(self, request: admin_pb2.PutTenantRequest) -> admin_pb2.PutTenantResponse:
         """Creates or changes a tenant as a whole."""
@@ -138,6 +141,23 @@ class StateAdmin:
         """Marks an instance for every scheduler."""
         request = fleet_pb2.SetDrainRequest(instance=instance, drained=drained)
         await _call(self._fleet.SetDrain(request, timeout=CALL_TIMEOUT_S))
+
+    async def put_tool(self, request: admin_pb2.PutToolRequest) -> admin_pb2.PutToolResponse:
+        """Creates or changes a tool of a tenant."""
+        message = tools_pb2.PutToolRequest(tenant=request.tenant, tool=request.tool)
+        done = await _call(self._tools.PutTool(message, timeout=CALL_TIMEOUT_S))
+        return admin_pb2.PutToolResponse(version=done.version)
+
+    async def delete_tool(self, tenant: str, name: str) -> None:
+        """Deletes a tool of a tenant."""
+        message = tools_pb2.DeleteToolRequest(tenant=tenant, name=name)
+        await _call(self._tools.DeleteTool(message, timeout=CALL_TIMEOUT_S))
+
+    async def list_tools(self, tenant: str) -> admin_pb2.ListTenantToolsResponse:
+        """The tools that were registered for a tenant."""
+        message = tools_pb2.ListToolsRequest(tenant=tenant)
+        found = await _call(self._tools.ListTools(message, timeout=CALL_TIMEOUT_S))
+        return admin_pb2.ListTenantToolsResponse(tools=found.tools)
 
 
 async def _call(call: Awaitable[T]) -> T:

@@ -22,7 +22,7 @@ from tests.hermetic.mesh import Mesh
 SERVICE = admin_pb2.DESCRIPTOR.services_by_name["SchedulerAdminService"]
 STORED = (
     *("PutTenant", "ListTenants", "DeleteTenant", "CreateKey", "RevokeKey"),
-    *("SetAlias", "DeleteAlias"),
+    *("SetAlias", "DeleteAlias", "PutTool", "DeleteTool", "ListTenantTools"),
 )
 
 
