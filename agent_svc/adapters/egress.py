@@ -82,23 +82,36 @@ class Resolver(Protocol):
 
 
 class SystemResolver:
-    """The operating system's, in threads of its own."""
+    """The operating system's, in threads of its own. Callers that want the same name at the same
+    time share a lookup: a name that hangs holds up one thread, however often it is asked for."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(RESOLVERS, "egress-resolver")
+        self._under_way: dict[tuple[str, int], asyncio.Future[Sequence[str]]] = {}
 
     async def resolve(self, host: str, port: int) -> Sequence[str]:
         """See Resolver."""
-        found = await asyncio.get_running_loop().run_in_executor(self._threads, _lookup, host, port)
-        return [str(one[4][0]) for one in found]
+        key = host, port
+        lookup = self._under_way.get(key)
+        if lookup is None:
+            lookup = asyncio.wrap_future(self._threads.submit(_lookup, host, port))
+            self._under_way[key] = lookup
+            lookup.add_done_callback(lambda done: self._done(key, done))
+        return await asyncio.shield(lookup)
 
     def close(self) -> None:
         """Does not wait for lookups that hang."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def _done(self, key: tuple[str, int], lookup: asyncio.Future[Sequence[str]]) -> None:
+        del self._under_way[key]
+        if not lookup.cancelled():
+            lookup.exception()  # taken, should nobody wait any more
 
-def _lookup(host: str, port: int) -> Sequence[tuple[int, int, int, str, tuple[object, ...]]]:
-    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+def _lookup(host: str, port: int) -> Sequence[str]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(one[4][0]) for one in found]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import asyncio
 import datetime
 import gzip
 import ssl
+import threading
 import time
 import tracemalloc
 import zlib
@@ -35,6 +36,7 @@ from agent_svc.adapters.egress import (
     EgressRefusedError,
     EgressTransport,
     ResponseRefusedError,
+    SystemResolver,
 )
 from sluice.egress_rules import EgressRules, Rule, parse_host, parse_private
 from tests.security.http_server import Answer, HttpServer, canaries, endless, fixed, serving, silent
@@ -356,3 +358,29 @@ async def test_tls_checks_the_name_and_not_the_address(tmp_path: Path) -> None:
                         await get(one, f"https://{place}/")
             assert seen == ["api.example.org"]
             assert len(server.asked) == (1 if good else 0)
+
+
+async def test_lookups_of_one_name_share_a_thread_and_a_failure_is_told_to_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    lookups: list[str] = []
+
+    def hanging(host: str, port: int, **_: object) -> list[object]:
+        lookups.append(host)
+        begun.set()
+        assert goes_on.wait(10.0)
+        raise OSError("no such name: " + host)
+
+    monkeypatch.setattr("agent_svc.adapters.egress.socket.getaddrinfo", hanging)
+    resolver = SystemResolver()
+    tasks = [asyncio.create_task(resolver.resolve("hangs.example.org", 80)) for _ in range(50)]
+    await asyncio.to_thread(begun.wait, 10.0)
+    tasks[0].cancel()  # the first to ask; the others go on
+    goes_on.set()
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    assert lookups == ["hangs.example.org"]
+    assert isinstance(done[0], asyncio.CancelledError)
+    assert {type(one) for one in done[1:]} == {OSError}
+    assert resolver._under_way == {}
+    resolver.close()

@@ -82,7 +82,8 @@ async def every_end(telemetry: Telemetry) -> tuple[list[str], list[ToolError], s
             run = RunTools("t", "run", names, tool_box)
             for index, name in enumerate([*names, "nobody"]):
                 context = ToolContext("t", "run", f"run:{index}", 5.0, traceparent=TRACE)
-                arguments = {"q": ARGUMENT, "expression": ARGUMENT, "sql": ARGUMENT}
+                argument = {"calc": "expression", "data": "sql"}.get(name, "q")
+                arguments = {argument: ARGUMENT}
                 try:
                     result = await run.call(name, json.dumps(arguments), context)
                 except ToolError as error:

@@ -25,6 +25,7 @@ from google.protobuf.json_format import ParseDict
 from agent_svc.adapters.egress import EgressGuard
 from agent_svc.adapters.toolbox import Tools
 from agent_svc.adapters.tools.factory import Sources
+from agent_svc.adapters.tools.mcp_servers import McpServers
 from agent_svc.adapters.tools.run_tools import RunTools
 from agent_svc.adapters.tools.runner import Runner
 from agent_svc.ports import ChunkFound, ToolContext, ToolError
@@ -71,12 +72,14 @@ async def box(
     store = Store(*registered)
     guard = EgressGuard(Loopback(), NO_TLS)
     environ = {"TOOL_SECRET_API": f"Bearer {SECRET}"}
-    sources = Sources(guard, store, environ=environ, root=Path())
+    servers = McpServers(guard, environ, Path())
+    sources = Sources(guard, store, environ=environ, root=Path(), mcp=servers.server)
     tools = Tools(configured, sources, Runner(**runner), store)
     try:
         yield tools
     finally:
         await tools.close()
+        await servers.close()
         guard.close()
 
 

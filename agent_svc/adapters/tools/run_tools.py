@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from agent_svc.domain.authority import grants
 from agent_svc.domain.model import ToolInfo
+from agent_svc.domain.tool_format import check_arguments
 from agent_svc.ports import ToolBox, ToolContext, ToolError, ToolResult
 
 
@@ -32,7 +33,7 @@ class RunTools:
     async def call(
         self, name: str, arguments_json: str, context: ToolContext, *, approved: bool = False
     ) -> ToolResult:
-        """Makes one call. ``arguments_json``: checked against the tool's schema by the caller.
+        """Makes one call. ``arguments_json``: checked here, against the schema as it is now.
         ``approved``: whether a person agreed to this call. Raises ToolError: TOOL_NOT_GRANTED,
         TOOL_UNKNOWN, TOOL_NOT_APPROVED and TOOL_REFUSED before anything was done."""
         if not grants(self._names, name):
@@ -43,12 +44,11 @@ class RunTools:
             raise ToolError("TOOL_UNKNOWN", "There is no such tool now.", made=False)
         if tool.info.needs_approval and not approved:
             raise ToolError("TOOL_NOT_APPROVED", "The call needs a person's approval.", made=False)
-        try:
-            arguments = json.loads(arguments_json or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise ToolError("TOOL_REFUSED", "The arguments are no JSON object.", made=False)
+        text = arguments_json or "{}"
+        if problem := check_arguments(tool.info, text):
+            said = json.dumps({"error": problem}, ensure_ascii=False)
+            message = "The arguments do not fit the tool."
+            raise ToolError("TOOL_REFUSED", message, made=False, content_json=said)
         # Whose run it is says the spec, whatever the context was filled with.
         bound = replace(context, tenant=self._tenant, run_id=self._run_id)
-        return await tool.call(arguments, bound)
+        return await tool.call(json.loads(text), bound)

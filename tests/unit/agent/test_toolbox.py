@@ -20,6 +20,7 @@ from google.protobuf.json_format import ParseDict
 from agent_svc.adapters.egress import EgressGuard
 from agent_svc.adapters.toolbox import KEPT_S, STALE_S, TENANTS_MAX, Tools
 from agent_svc.adapters.tools.factory import Sources
+from agent_svc.adapters.tools.run_tools import RunTools
 from agent_svc.adapters.tools.runner import Runner
 from agent_svc.domain.model import Effect
 from agent_svc.ports import ChunkFound, ToolContext, ToolError
@@ -262,3 +263,15 @@ def test_the_configuration_names_table_and_field_of_what_is_wrong(tmp_path: Path
         assert refused.value.where == where
     with pytest.raises(SluiceError, match=r"tool\[1\]\.name"):
         box([tool("a"), tool("a")])
+
+
+async def test_arguments_are_checked_against_the_schema_at_the_moment_of_the_call() -> None:
+    tools = box([tool("a")])
+    run = RunTools("t", "r", ["a"], tools)
+    context = ToolContext("t", "r", "k", 1.0)
+    assert (await run.call("a", '{"expression": "1"}', context)).content_json == '{"result": 1}'
+    for text in ("{}", '{"expression": 1}', '{"expression": "1", "more": 2}', "[]", "{", "NaN"):
+        with pytest.raises(ToolError) as refused:
+            await run.call("a", text, context)
+        assert (refused.value.reason, refused.value.made) == ("TOOL_REFUSED", False)
+        assert "rguments of a" in refused.value.content_json
