@@ -3,7 +3,8 @@
 The file is opened with mode=ro, so that the connection cannot write whatever it is told; an
 authorizer permits reading tables and listed functions and nothing else: no ATTACH, PRAGMA,
 temporary table, transaction or extension; SQLite's own limits bound a value, a statement and its
-program, and no second database can be attached.
+program, and no second database can be attached. Beside a database in WAL mode SQLite keeps its
+-wal and -shm files, also for those who only read.
 
 Each query has a connection and a thread of its own, `THREADS` at a time per database. The progress
 handler ends a query that was cancelled within `STEPS` instructions, and a cancel returns only when
