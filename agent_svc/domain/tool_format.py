@@ -35,7 +35,6 @@ from agent_svc.domain.tool_prompt import (
     with_hint,
 )
 from agent_svc.domain.tool_reply import (
-    CUT_OFF,
     HERMES_MARKS,
     LLAMA_MARKS,
     MISTRAL_MARKS,
@@ -52,7 +51,6 @@ from sluice.json_schemas import JsonError, parse, parse_object, validate
 
 ARGUMENTS_BYTES_MAX: Final = 64 * 1024
 NAMES_CHARS_MAX: Final = 300  # of tools' names in a problem
-TEXT_CHARS_AFTER_CUT: Final = 200  # of a text in the reply after one that was cut off
 
 
 class Format(Enum):
@@ -140,9 +138,7 @@ def ask(task: Task, events: Sequence[Event], options: Options) -> Ask:
     schema = ""
     if structured:
         answer = (task.answer_schema or {"type": "string"}) if may_answer else None
-        # A text that ran on until it was cut off would do so again.
-        text_max = TEXT_CHARS_AFTER_CUT if steps and steps[-1].problem == CUT_OFF else 0
-        schema = reply_schema(callable_, answer=answer, calls_max=calls_max, text_max=text_max)
+        schema = reply_schema(callable_, answer=answer, calls_max=calls_max)
     return Ask(
         messages=(*system, *messages),
         json_schema=schema,

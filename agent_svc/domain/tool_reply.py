@@ -17,7 +17,6 @@ from sluice.json_schemas import JsonError, parse
 
 REPLY_BYTES_MAX: Final = 256 * 1024
 CALLS_MAX: Final = 64  # in one reply, before any setting
-CUT_OFF: Final = "The reply was cut off at the limit of tokens. Write less."
 
 
 class ReplyError(ValueError):
@@ -51,7 +50,7 @@ def read_structured(text: str, *, cut_off: bool) -> Written:
         if cut_off and begun.strip():
             return Written(answer=begun)  # the client saw it; the limit was the caller's
         if cut_off:
-            raise ReplyError(CUT_OFF) from None
+            raise ReplyError("The reply was cut off at the limit of tokens. Write less.") from None
         raise ReplyError(f"The reply {error}. Write one JSON object of the given form.") from None
     if isinstance(value, dict):
         if set(value) == {"answer"}:

@@ -3,8 +3,9 @@
 Pure. A reply is one object: a call ``{"tool": NAME, "arguments": {...}}``, several at once as
 ``{"calls": [...]}``, or the end ``{"answer": ...}``. What a tool declares is reduced to the
 keywords that grammar compilers take and compile fast: types, properties, items, constants,
-alternatives, references, small bounds. The rest (patterns, formats, lengths) is checked after the
-reply, by ``sluice.json_schemas``; a compiler could take minutes for it.
+alternatives, references, small bounds. The rest is checked after the reply, by
+``sluice.json_schemas``: a pattern can take a compiler minutes, and a string of at most 128
+characters takes xgrammar 0.2.8 some 10 s.
 """
 
 from __future__ import annotations
@@ -21,23 +22,19 @@ Schema = Mapping[str, object]
 SCHEMA_BYTES_MAX: Final = 32 * 1024
 DEPTH_MAX: Final = 32
 ITEMS_MAX: Final = 64  # a count above is not written into the grammar
-LENGTH_MAX: Final = 256  # likewise of a string
 NUMBER_ABS_MAX: Final = 10**9  # likewise of an integer's bounds
 ANYTHING: Final[Schema] = {"type": "object", "additionalProperties": True}
 TEXT: Final[Schema] = {"type": "string"}
 
 
-def reply_schema(
-    tools: Sequence[ToolInfo], *, answer: Schema | None, calls_max: int, text_max: int = 0
-) -> str:
+def reply_schema(tools: Sequence[ToolInfo], *, answer: Schema | None, calls_max: int) -> str:
     """The schema, as JSON. ``tools``: those that may be called now; ``answer``: the schema of the
-    final answer, None while none is allowed; one of both is there. ``text_max``: most characters
-    of a string whose own schema sets none; 0: no limit."""
+    final answer, None while none is allowed; one of both is there."""
     assert tools or answer is not None
-    shapes = [_Shaper(tool.parameters, f"#/$defs/a{at}", text_max) for at, tool in enumerate(tools)]
+    shapes = [_Shaper(tool.parameters, f"#/$defs/a{at}") for at, tool in enumerate(tools)]
     arguments = [shaper.root() for shaper in shapes]
     while True:
-        text = _joined(tools, arguments, answer, calls_max, text_max)
+        text = _joined(tools, arguments, answer, calls_max)
         sizes = [len(_dumped(part)) for part in arguments]
         if len(text) <= SCHEMA_BYTES_MAX or max(sizes, default=0) <= len(_dumped(ANYTHING)):
             return text
@@ -49,7 +46,6 @@ def _joined(
     arguments: Sequence[Schema],
     answer: Schema | None,
     calls_max: int,
-    text_max: int,
 ) -> str:
     defs: dict[str, object] = {}
     calls: list[Schema] = []
@@ -65,7 +61,7 @@ def _joined(
         several = {"type": "array", "items": reference, "minItems": 2, "maxItems": calls_max}
         kinds = [reference, _closed({"calls": several})]
     if answer is not None:
-        shaped = _Shaper(answer, "#/$defs/answer", text_max).root()
+        shaped = _Shaper(answer, "#/$defs/answer").root()
         if '"$ref"' in _dumped(shaped):
             defs["answer"] = shaped
             shaped = {"$ref": "#/$defs/answer"}
@@ -77,7 +73,7 @@ def _joined(
 
 def plain_schema(schema: Schema) -> str:
     """A schema of a whole reply, reduced as those of tools are."""
-    return _dumped(_Shaper(schema, "#", 0).root())
+    return _dumped(_Shaper(schema, "#").root())
 
 
 def _dumped(value: object) -> str:
@@ -96,10 +92,9 @@ def _closed(properties: Mapping[str, object]) -> Schema:
 class _Shaper:
     """Reduces one schema; ``where`` is the pointer at which the result will stand."""
 
-    def __init__(self, schema: Schema, where: str, text_max: int) -> None:
+    def __init__(self, schema: Schema, where: str) -> None:
         self._schema = schema
         self._where = where
-        self._text_max = text_max
 
     def root(self) -> Schema:
         """The reduced schema; an open object when its references cannot be kept."""
@@ -140,15 +135,10 @@ class _Shaper:
             return self._object(schema, depth)
         if kind == "array":
             items = self._shape(schema.get("items", {}), depth + 1)
-            return {"type": "array", "items": items, **_counts(schema, "Items", ITEMS_MAX)}
-        if kind == "string":
-            bounds = _counts(schema, "Length", LENGTH_MAX)
-            if self._text_max and "maxLength" not in schema:
-                bounds["maxLength"] = self._text_max
-            return {"type": "string", **bounds}
+            return {"type": "array", "items": items, **_counts(schema)}
         if kind == "integer":
             return {"type": "integer", **_bounds(schema)}
-        return {"type": kind} if kind in ("number", "boolean", "null") else {}
+        return {"type": kind} if kind in ("string", "number", "boolean", "null") else {}
 
     def _object(self, schema: Schema, depth: int) -> dict[str, object]:
         properties = schema.get("properties")
@@ -188,11 +178,11 @@ class _Shaper:
         return isinstance(node, Mapping)
 
 
-def _counts(schema: Schema, what: str, most: int) -> dict[str, object]:
+def _counts(schema: Schema) -> dict[str, object]:
     kept: dict[str, object] = {}
-    for word in (f"min{what}", f"max{what}"):
+    for word in ("minItems", "maxItems"):
         value = schema.get(word)
-        if type(value) is int and 0 <= value <= most:
+        if type(value) is int and 0 <= value <= ITEMS_MAX:
             kept[word] = value
     return kept
 

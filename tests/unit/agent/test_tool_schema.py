@@ -67,7 +67,7 @@ def test_what_compilers_do_not_take_is_left_to_the_check_afterwards() -> None:
                 "n": {"type": "number", "multipleOf": 0.1},
                 "list": {"type": "array", "uniqueItems": True, "contains": {"const": 1}},
                 "any": {"not": {"type": "null"}},
-                "long": {"type": "string", "maxLength": 100_000},
+                "long": {"type": "string", "maxLength": 20, "minLength": 5},
             },
             "dependentRequired": {"n": ["code"]},
         }
@@ -81,6 +81,7 @@ def test_what_compilers_do_not_take_is_left_to_the_check_afterwards() -> None:
         "contains",
         "not",
         "maxLength",
+        "minLength",
         "dependent",
     ):
         assert f'"{word}' not in text
