@@ -135,11 +135,13 @@ class EgressGuard:
         self._tls = tls
         self.refusals: Counter[Rule] = Counter()
 
-    def transport(self, rules: EgressRules, caps: Caps) -> EgressTransport:
-        """A transport for one declaration; the caller closes it."""
+    def transport(self, rules: EgressRules, caps: Caps, *, reuse: bool = True) -> EgressTransport:
+        """A transport for one declaration; the caller closes it. ``reuse``: whether a connection
+        serves several requests. One that its server closes at that moment leaves the second in
+        doubt, which what must happen once cannot afford."""
         if self._tls is None:
             self._tls = httpcore2.default_ssl_context()
-        return EgressTransport(self, rules, caps, self._tls)
+        return EgressTransport(self, rules, caps, self._tls, reuse)
 
     def client(
         self,
@@ -240,7 +242,12 @@ class EgressTransport(httpx2.AsyncBaseTransport):
     """One declaration's connections. Safe for concurrent requests."""
 
     def __init__(
-        self, guard: EgressGuard, rules: EgressRules, caps: Caps, tls: ssl.SSLContext
+        self,
+        guard: EgressGuard,
+        rules: EgressRules,
+        caps: Caps,
+        tls: ssl.SSLContext,
+        reuse: bool,
     ) -> None:
         self._guard = guard
         self._rules = rules
@@ -248,7 +255,7 @@ class EgressTransport(httpx2.AsyncBaseTransport):
         self._pool = httpcore2.AsyncConnectionPool(
             ssl_context=tls,
             max_connections=CONNECTIONS_MAX,
-            max_keepalive_connections=IDLE_MAX,
+            max_keepalive_connections=IDLE_MAX if reuse else 0,
             keepalive_expiry=IDLE_S,
             http1=True,
             http2=False,

@@ -59,7 +59,7 @@ class Store:
 
 
 def declaration(name: str = "x", **fields: Any) -> ToolDeclaration:
-    base = {"name": name, "description": "d", "effect": "TOOL_EFFECT_READ"}
+    base: dict[str, Any] = {"name": name, "description": "d", "effect": "TOOL_EFFECT_READ"}
     return ParseDict({**base, **fields}, ToolDeclaration())
 
 
@@ -277,3 +277,30 @@ async def test_keys_secrets_and_traces_go_along_and_secrets_do_not_come_back() -
         assert asked.headers["traceparent"] == trace
         assert json.loads(asked.body) == {"id": "ä", "q": "1"}
         assert SECRET not in result.content_json and "[secret]" in result.content_json
+
+
+async def test_what_must_happen_once_has_a_connection_of_its_own_for_each_call() -> None:
+    """One that its server closes between two calls would leave the second in doubt."""
+    for effect, connections in (("TOOL_EFFECT_READ", 1), ("TOOL_EFFECT_ONCE", 3)):
+        async with serving({"/": fixed()}) as server:
+            place = f"127.0.0.1:{server.port}"
+            one = declaration(
+                effect=effect,
+                http={"method": "GET", "url": f"http://{place}/"},
+                egress={"hosts": [place], "privateAllowed": [place]},
+            )
+            async with box([one]) as tools:
+                (tool,) = await tools.resolve("t", ["x"])
+                for _ in range(3):
+                    await tool.call({}, CONTEXT)
+            assert (len(server.asked), server.connections) == (3, connections)
+
+
+async def test_numbers_that_are_none_and_broken_json_are_told_as_text() -> None:
+    for body, told in (
+        (b'{"a": NaN, "b": -Infinity}', {"a": "NaN", "b": "-Infinity"}),
+        (b"{", "{"),
+    ):
+        async with allowed({"/": fixed(body)}) as (tools, _):
+            (tool,) = await tools.resolve("t", ["x"])
+            assert json.loads((await tool.call({}, CONTEXT)).content_json)["body"] == told

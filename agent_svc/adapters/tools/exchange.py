@@ -94,7 +94,7 @@ class Exchange:
         body: object = text
         if "json" in response.headers.get("content-type", ""):
             try:
-                body = json.loads(text)
+                body = json.loads(text, parse_constant=str)  # NaN is no JSON
             except (ValueError, RecursionError):
                 body = text
         answer = {"status": response.status_code, "body": body}

@@ -35,6 +35,7 @@ EFFECTS: Final = {
     tools_pb2.TOOL_EFFECT_IDEMPOTENT: Effect.IDEMPOTENT,
 }
 DESCRIBE_AGAIN_S: Final = 60.0  # how old the description of a database's tables may be
+MAKE_S: Final = 5.0  # for a description or document to be read
 
 # Makes the source of an MCP declaration; the second argument is the tenant, empty for configured.
 McpSources = Callable[[ToolDeclaration, str], ToolSource]
@@ -102,7 +103,9 @@ class Sources:
             read_s=limit_s,
             media_types=MEDIA_TYPES,
         )
-        transport = self._guard.transport(tool_rules.egress_rules(tool.egress), caps)
+        repeatable = tool.effect in EFFECTS
+        rules = tool_rules.egress_rules(tool.egress)
+        transport = self._guard.transport(rules, caps, reuse=repeatable)
         secrets = Secrets(kind.secret_headers, self._environ)
         return Exchange(transport, secrets, kind.idempotency_header)
 
@@ -192,7 +195,11 @@ class _Made:
         loop = asyncio.get_running_loop()
         async with self._lock:
             if not self._tools or loop.time() >= self._until:
-                self._tools = await self._make()
+                try:
+                    async with asyncio.timeout(MAKE_S):
+                        self._tools = await self._make()
+                except TimeoutError:
+                    raise _unavailable("The tool does not say in time what it is.") from None
                 self._until = loop.time() + self._kept_s
         return self._tools
 
@@ -263,6 +270,8 @@ class _OpenApiSource:
                     raise OpenApiError(f"the schema of {one.id} {problem}")
                 continue
             info = info_of(tool.name, one, self._info.effect, self._info.needs_approval)
+            if any(info.name == other.info.name for other in tools):
+                raise OpenApiError(f"two operations have the name {info.name}")
             tools.append(OpenApiOperation(info, one, base, self._exchange))
         return tools
 

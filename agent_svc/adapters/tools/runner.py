@@ -184,16 +184,17 @@ class _RunTool:
             raise ToolError("TOOL_LOST", "The tool failed.", made=True) from None
 
     async def _bounded(self, result: ToolResult, context: ToolContext) -> ToolResult:
-        content = result.content_json.encode()
-        size = len(content)
+        # Halves of surrogate pairs, which JSON can spell and no one can store, are replaced.
+        content = result.content_json.encode("utf-8", "replace")
+        text, size = content.decode(), len(content)
         if size > self._limits.output_bytes_max:
             raise ToolError(
                 "TOOL_OUTPUT_TOO_LARGE", "The call was made; its result is too large.", made=False
             )
         if size <= self._limits.preview_bytes:
-            return ToolResult(result.content_json, size_bytes=size)
+            return ToolResult(text, size_bytes=size)
         blob = await self._keep(content, context)
-        preview = preview_of(result.content_json, self._limits.preview_bytes)
+        preview = preview_of(text, self._limits.preview_bytes)
         return ToolResult(preview, truncated=True, blob=blob, size_bytes=size)
 
     async def _keep(self, content: bytes, context: ToolContext) -> str:

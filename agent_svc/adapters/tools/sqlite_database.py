@@ -214,6 +214,7 @@ class SqliteDatabase:
         uri = self._path.absolute().as_uri() + "?mode=ro"
         connection = sqlite3.connect(uri, uri=True, timeout=1.0, isolation_level=None)
         try:
+            connection.text_factory = lambda text: text.decode("utf-8", "replace")
             connection.execute(f"PRAGMA cache_size=-{PAGES_KIB}")
             connection.execute("PRAGMA query_only=ON")
             connection.execute("PRAGMA trusted_schema=OFF")

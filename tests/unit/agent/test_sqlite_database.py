@@ -218,3 +218,14 @@ async def test_the_tool_answers_in_json_and_leaves_no_thread(path: Path) -> None
     while any("sqlite-tool" in thread.name for thread in threading.enumerate()):
         assert time.monotonic() < end
         await asyncio.sleep(0.01)
+
+
+async def test_texts_that_are_no_utf8_are_read_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "latin.db"
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE t AS SELECT CAST(x'fc6265' AS TEXT) AS word")
+    connection.commit()
+    connection.close()
+    database = SqliteDatabase(path)
+    assert (await database.query("SELECT word FROM t", 10, 1000)).rows == [["\ufffdbe"]]
+    await database.close()

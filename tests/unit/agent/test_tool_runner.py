@@ -259,3 +259,10 @@ def test_a_preview_is_a_json_string_within_its_bytes(text: str, bytes_max: int) 
     preview = preview_of(text.encode(errors="replace").decode(), bytes_max)
     assert len(preview.encode()) <= bytes_max
     assert text.encode(errors="replace").decode().startswith(json.loads(preview))
+
+
+async def test_a_result_is_text_that_can_be_stored() -> None:
+    tool = Runner().wrap(Scripted(answering('{"a": "\ud800b"}')), LIMITS)
+    assert (await tool.call({}, context())).content_json == '{"a": "?b"}'
+    long = Runner(Kept()).wrap(Scripted(answering('"' + "\udfff" * 400 + '"')), LIMITS)
+    assert json.loads((await long.call({}, context())).content_json).startswith('"??')
