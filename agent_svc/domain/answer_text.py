@@ -131,7 +131,8 @@ class AnswerField:
                 self._key = ""
 
 
-THINK, THINK_END = "<think>", "</think>"
+THINK: Final = "<think>"
+THINK_END: Final = "</think>"
 
 
 class MarkedText:

@@ -38,6 +38,7 @@ from agent_svc.domain.tool_reply import (
     HERMES_MARKS,
     LLAMA_MARKS,
     MISTRAL_MARKS,
+    REPLY_BYTES_MAX,
     ReplyError,
     Written,
     read_hermes,
@@ -263,6 +264,8 @@ def _written(text: str, cut_off: bool, ask: Ask) -> Written:
     if ask.format is Format.STRUCTURED:
         return read_structured(text, cut_off=cut_off and ask.answer_schema is None)
     if ask.format is not None:
+        if len(text) > REPLY_BYTES_MAX:
+            raise ReplyError("The reply is too long.")
         return _READERS[ask.format](text)
     return Written(answer=text)
 

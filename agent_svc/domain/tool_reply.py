@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from agent_svc.domain.answer_text import AnswerField, MarkedText
+from agent_svc.domain.answer_text import THINK, THINK_END, AnswerField
 from agent_svc.domain.pythonic import PythonicError, parse_calls
 from sluice.json_schemas import JsonError, parse
 
@@ -76,10 +76,10 @@ HERMES_MARKS, LLAMA_MARKS, MISTRAL_MARKS = ("<tool_call>",), ("<|python_tag|>",)
 
 def read_hermes(text: str) -> Written:
     """Hermes and Qwen: ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``, repeated."""
-    said = _thought_over(text)
+    said = _without_thoughts(text)
     blocks = _HERMES.findall(said)
     if not blocks:
-        return _answered(text, MarkedText(HERMES_MARKS))
+        return _answered(said)
     calls: list[WrittenCall] = []
     for block in blocks[: CALLS_MAX + 1]:
         value = _json(block)
@@ -90,9 +90,9 @@ def read_hermes(text: str) -> Written:
 def read_llama3(text: str) -> Written:
     """Llama 3: ``{"name": ..., "parameters": ...}``, several joined by semicolons; may begin with
     ``<|python_tag|>``."""
-    said = text.strip().removeprefix(LLAMA_MARKS[0]).strip()
+    said = _without_thoughts(text).removeprefix(LLAMA_MARKS[0]).strip()
     if not said.startswith("{"):
-        return _answered(text, MarkedText(LLAMA_MARKS, opening="{"))
+        return _answered(said.partition(LLAMA_MARKS[0])[0])
     return Written(
         calls=_counted([_call(_json(part), "name", "parameters") for part in _objects(said)])
     )
@@ -100,9 +100,9 @@ def read_llama3(text: str) -> Written:
 
 def read_mistral(text: str) -> Written:
     """Mistral: ``[TOOL_CALLS]`` and a list, or (newer) a name and its arguments, repeated."""
-    _, mark, rest = text.partition(MISTRAL_MARKS[0])
+    said, mark, rest = _without_thoughts(text).partition(MISTRAL_MARKS[0])
     if not mark:
-        return _answered(text, MarkedText(MISTRAL_MARKS))
+        return _answered(said)
     if rest.lstrip().startswith("["):
         value = _json(rest)
         return Written(calls=_counted(_all(value, "name", "arguments")))
@@ -117,11 +117,9 @@ def read_mistral(text: str) -> Written:
 
 def read_pythonic(text: str) -> Written:
     """Llama 4 and others: ``[name(argument=value), ...]``."""
-    said = _ended(_thought_over(text).strip())
+    said = _ended(_without_thoughts(text))
     if not said.startswith("["):
-        return _answered(text, MarkedText((), opening="["))
-    if len(said) > REPLY_BYTES_MAX:
-        raise _unreadable()
+        return _answered(said)
     try:
         calls = parse_calls(said)
     except PythonicError:
@@ -129,9 +127,8 @@ def read_pythonic(text: str) -> Written:
     return Written(calls=_counted([WrittenCall(name, made) for name, made in calls]))
 
 
-def _answered(text: str, shown: MarkedText) -> Written:
-    answer = shown.push(text) + shown.rest()
-    return Written(answer=_ended(answer.strip()))
+def _answered(text: str) -> Written:
+    return Written(answer=_ended(text.strip()))
 
 
 def _ended(text: str) -> str:
@@ -140,9 +137,16 @@ def _ended(text: str) -> str:
     return text.rstrip()
 
 
-def _thought_over(text: str) -> str:
-    """The text after a model's thoughts: what it says to itself calls nothing."""
-    return text.rpartition("</think>")[2] if "<think>" in text else text
+_THOUGHTS = re.compile(f"{THINK}.*?(?:{THINK_END}|\\Z)", re.DOTALL)
+
+
+def _without_thoughts(text: str) -> str:
+    """The text without what a model says to itself: that calls nothing and answers nothing. The
+    first thought may have begun in the prompt."""
+    head, mark, tail = text.partition(THINK_END)
+    if mark and THINK not in head:
+        text = tail
+    return _THOUGHTS.sub("", text).strip()
 
 
 def _unreadable() -> ReplyError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -541,6 +542,33 @@ def test_native_choices_narrow_the_tools_and_refuse_an_early_answer(form: Format
     assert [tool.name for tool in asked.tools] == ["search"]
     assert read("Done.", "stop", asked, 1).problem == "Call a tool before you answer. Tools: search"
     assert AnswerText(asked).push("Done.") == ""
+
+
+@pytest.mark.parametrize("form", NATIVE)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hm </think>It is 152 years old.",
+        "<think>a</think><think>b</think> It is 152 years old.",
+        "It is 152 years old.<think>[TOOL_CALLS]<tool_call>{[",
+    ],
+)
+def test_thoughts_call_nothing_and_answer_nothing(form: Format, text: str) -> None:
+    asked = ask(task(), [], replace(STRUCTURED, format=form))
+    assert read(text, "stop", asked, 1) == Reply(Message("assistant", "It is 152 years old."))
+
+
+@pytest.mark.parametrize("form", list(Format))
+@pytest.mark.parametrize(
+    "part",
+    ["<think></think>", "<think>", "<tool_call>", "[TOOL_CALLS]", '{"a":', "[f(", '"\\', " "],
+)
+def test_the_longest_reply_is_read_in_time(form: Format, part: str) -> None:
+    asked = ask(task(), [], replace(STRUCTURED, format=form))
+    began = time.process_time()
+    for size in (256 * 1024, 300 * 1024):
+        read(part * (size // len(part)), "length", asked, 1)
+    assert time.process_time() - began < 2.0
 
 
 BROKEN = {
