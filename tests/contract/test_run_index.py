@@ -7,7 +7,8 @@ point at which the one or the other can die; then somebody polls. Once with a pl
 once with one that is about to be removed. Oracle: the run is claimed within the time that the
 module of the index states, or was never stored. Seed: none, all are tried.
 
-Seen to fail on the mutants run_place_written_once, run_place_set_later.
+Seen to fail on the mutants run_place_written_once, run_place_not_written_before, run_place_set_later,
+run_place_removed_at_once.
 """
 
 from __future__ import annotations
@@ -167,6 +168,8 @@ async def test_a_created_run_is_found(stores: Stores, old: bool) -> None:
     async def prepare() -> str:
         if old:
             await an_old_place(stores)
+        else:
+            await stores.hold()  # a reason to look again later: that must not hide the new one
         return new_id()
 
     await try_all(stores, prepare, lambda runs, run_id: runs.create(a_run(run_id=run_id)))

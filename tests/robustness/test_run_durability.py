@@ -6,7 +6,7 @@ order, across the store's and the hints' loss; a store that does not answer give
 time. Method: real processes, SIGSTOP, SIGKILL. Oracle: the stored events; the holders' own words.
 Seed: none, nothing is drawn.
 
-Seen to fail on the mutants run_fence_dropped, store_log_not_synced, watch_stops_with_the_store.
+Seen to fail on the mutants zombie_holder_writes, durable_log_not_kept.
 """
 
 from __future__ import annotations
