@@ -124,6 +124,7 @@ class Parts:
         agents = AgentPath(AgentGate(agent_limits(config)), run_limits(config))
         agents.export(telemetry)
         telemetry.counter(names.CONFIG_RELOADS, self._read_reloads)
+        telemetry.gauge(names.RUN_WATCHES, lambda: self.watches.open if self.watches else 0)
         decisions = Decisions(
             Recorder(config.name, config.decision_slow_share),
             self.decisions,
@@ -160,6 +161,7 @@ class Parts:
             store=store,
             watches=self.watches,
             state_up=lambda: not health.component("state", optional=True).reason,
+            count_limit=metrics.count_limit,
         )
         # The stubs call what a part does not define abstract.
         self.public = joined(

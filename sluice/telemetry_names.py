@@ -160,6 +160,7 @@ REQUEST_TIME = _histogram(
 AGENT_VERDICTS = _counter(
     "sluice.agent.verdicts", "{request}", "What the agent gate said.", "verdict", "reason"
 )
+RUN_WATCHES = _gauge("sluice.run.watches", "{watch}", "Runs that clients watch.")
 AGENT_NOT_NEEDED = _counter(
     "sluice.agent.not_needed", "{run}", "Runs for which a direct call would have done.", "tenant"
 )

@@ -3,8 +3,8 @@ may change.
 
 Tenants, keys, aliases and tools are the state service's: a change is checked and stored there, and
 comes back to every scheduler through its watch, within a second; for tools agent services ask.
-Without a state service those methods are FAILED_PRECONDITION, and a drain is of this scheduler alone
-and ends with it.
+Without a state service those methods are FAILED_PRECONDITION, and a drain is of this scheduler
+alone and ends with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The way to agent services, which execution services know.
 
-Asks every execution replica once a second (four times while none is there) whether it reaches an
-agent service (its health says so under that service's name), and passes nudges on: hints, never
+Asks every execution replica once a second (sooner at first, while none is there) whether it reaches
+an agent service (its health says so under that service's name), and passes nudges on: hints, never
 waited for, dropped beyond a bound. An agent service counts as there for a while after it was last
 seen: runs are stored and wait, so that its restart is no reason to refuse one. One event loop.
 """
@@ -24,7 +24,9 @@ from sluice.status import from_rpc_error
 
 AGENT_SERVICE: Final = agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
 LOOK_INTERVAL_S: Final = 1.0
-LOOK_SOON_S: Final = 0.25  # while none is there
+LOOK_SOON_S: Final = 0.25  # while none is there; less often the longer that is so
+LOOK_LATE_S: Final = 2.0
+LOOK_SHARE: Final = 0.05
 LOOK_LIMIT_S: Final = 2.0
 GRACE_S: Final = 15.0
 NUDGE_LIMIT_S: Final = 1.0
@@ -54,6 +56,7 @@ class AgentLink:
         self._nudges: set[asyncio.Task[None]] = set()
         self._work = asyncio.TaskGroup()
         self._loop = asyncio.get_running_loop()
+        self._began_s = self._loop.time()
 
     @property
     def available(self) -> bool:
@@ -65,7 +68,13 @@ class AgentLink:
         async with self._work:
             while True:
                 await asyncio.gather(*map(self._look, self._targets))
-                await asyncio.sleep(LOOK_INTERVAL_S if self.available else LOOK_SOON_S)
+                await asyncio.sleep(self._pause_s())
+
+    def _pause_s(self) -> float:
+        if self.available:
+            return LOOK_INTERVAL_S
+        gone_s = self._loop.time() - max(self._seen_s, self._began_s)
+        return min(max(LOOK_SOON_S, LOOK_SHARE * gone_s), LOOK_LATE_S)
 
     async def _look(self, target: str) -> None:
         request = health_pb2.HealthCheckRequest(service=AGENT_SERVICE)

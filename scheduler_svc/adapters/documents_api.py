@@ -73,7 +73,7 @@ class DocumentsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         assert self._parts.store is not None
         new = NewRun(
             tenant=tenant.name,
-            request_id=request.request_id,
+            request_id=f"ingest:{request.request_id.lower()}",
             priority_class=PriorityClass.BATCH,
             models=(model,),
             gate_reason=GateReason.NOT_ASKED.value,

@@ -72,7 +72,7 @@ class SchedulerMetrics:
     def refused(self, outcome: Outcome, error: SluiceError, ticket: Ticket | None) -> None:
         """A request was refused before it was admitted; ``ticket``: if it came so far."""
         self.outcomes[None if ticket is None else ticket.priority_class, outcome] += 1
-        self._count_limit(error)
+        self.count_limit(error)
         if ticket is None:
             span = self._telemetry.span(names.SPAN_REQUEST, current_traceparent(), kind="server")
             if span.recording:
@@ -92,7 +92,7 @@ class SchedulerMetrics:
         ticket = live.ticket
         self.outcomes[ticket.priority_class, outcome] += 1
         if live.error is not None:
-            self._count_limit(live.error)
+            self.count_limit(live.error)
         self.output_tokens += live.tokens
         if live.accepted is not None:
             self.prompt_tokens += live.accepted.prompt_tokens
@@ -164,7 +164,8 @@ class SchedulerMetrics:
         for priority_class, count in self._gate.flush.open_by_class().items():
             yield count, {"class": priority_class.name.lower()}
 
-    def _count_limit(self, error: SluiceError) -> None:
+    def count_limit(self, error: SluiceError) -> None:
+        """Counts an error that says that a named bound was hit."""
         if error.reason in LIMIT_REASONS:
             self.limit_hits[error.reason.lower()] += 1
 

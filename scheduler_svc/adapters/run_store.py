@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from scheduler_svc.adapters import run_request
 from scheduler_svc.adapters.run_records import run_id_of
@@ -19,6 +20,7 @@ from scheduler_svc.adapters.state_calls import answered, time_limit_s
 from scheduler_svc.domain.model import PriorityClass
 from scheduler_svc.domain.run_budget import RunLimits
 from sluice.common.v1 import policy_pb2
+from sluice.errors import SluiceError, invalid
 from sluice.run_credentials import CredentialSigner
 from sluice.scheduler.v1 import mesh_pb2, runs_pb2, spec_pb2
 from sluice.state.v1 import runs_pb2 as stored_pb2
@@ -76,6 +78,17 @@ class RunStore:
         task.request.model = new.models[0]
         task.request.session_id = new.session_id
         return await self._create(new, spec_pb2.RunSpec(task=task))
+
+    async def was_created(self, tenant: str, request: runs_pb2.RunAgentRequest) -> bool:
+        """Whether this very request made a run, which is there; also when nobody can say.
+        INVALID_ARGUMENT when its id made another one."""
+        try:
+            stored = await self.get(tenant, run_id_of(tenant, request.request_id))
+        except SluiceError:
+            return False
+        task = spec_pb2.AgentTask(request=request)
+        _check_same(stored, spec_pb2.RunSpec(task=task))
+        return True
 
     async def create_ingest(self, new: NewRun, ingest: spec_pb2.IngestTask) -> stored_pb2.StoredRun:
         """Stores the ingest of a document; again: answers with what is stored."""
@@ -139,6 +152,8 @@ class RunStore:
         )
         done = await answered(self._stub.CreateRun(request, timeout=time_limit_s()))
         run: stored_pb2.StoredRun = done.run
+        if done.repeated_request:
+            _check_same(await self.get(new.tenant, run.run_id), spec)
         return run
 
     def _credential(self, new: NewRun) -> mesh_pb2.SignedRunCredential:
@@ -149,3 +164,27 @@ class RunStore:
             models=new.models,
             now_unix_s=self._clock(),
         )
+
+
+def _check_same(stored: stored_pb2.StoredRun, spec: spec_pb2.RunSpec) -> None:
+    """Raises INVALID_ARGUMENT when a request id that was used asks for something else now."""
+    try:
+        earlier = spec_pb2.RunSpec.FromString(stored.spec)
+    except DecodeError:
+        return  # a newer release wrote it
+    if _asked(earlier) != _asked(spec):
+        raise invalid("request_id", "was used for another request")
+
+
+def _asked(spec: spec_pb2.RunSpec) -> tuple[str, bytes]:
+    """What a run is to do, without what may differ between two tries of one request."""
+    if spec.WhichOneof("kind") == "ingest":
+        place = f"{spec.ingest.collection}/{spec.ingest.document_id}"
+        return "ingest", place.encode()
+    request = runs_pb2.RunAgentRequest()
+    request.CopyFrom(spec.task.request)
+    request.request_id = request.request_id.lower()
+    request.session_id = request.session_id.lower()
+    for name in ("model", "mode", "background"):  # an alias may point elsewhere by now
+        request.ClearField(name)
+    return "task", request.SerializeToString(deterministic=True)

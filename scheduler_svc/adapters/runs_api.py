@@ -46,7 +46,8 @@ _DECISIONS: Final = frozenset(runs_pb2.ResumeDecision.values()) - {
 @dataclass(frozen=True, slots=True)
 class RunParts:
     """What runs need of the rest of a scheduler. ``store`` and ``watches`` are ``None`` without a
-    state service; ``state_up``: whether it answers now."""
+    state service; ``state_up``: whether it answers now. ``count_limit``: hears of errors, some
+    of which say that a bound was hit."""
 
     serving: Serving
     identity: Identity
@@ -57,6 +58,7 @@ class RunParts:
     store: RunStore | None
     watches: RunWatches | None
     state_up: Callable[[], bool]
+    count_limit: Callable[[SluiceError], object]
 
     @property
     def available(self) -> bool:
@@ -131,11 +133,7 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Whether this very request was let through before, when the gate is closed now."""
         if self._parts.store is None or not tenant.agents:
             return False
-        try:
-            await self._parts.store.get(tenant.name, run_id_of(tenant.name, request.request_id))
-        except SluiceError:
-            return False  # there is none, or nobody can say
-        return True
+        return await self._parts.store.was_created(tenant.name, request)
 
     async def _create(
         self,
@@ -149,7 +147,7 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         turn = run_request.is_turn(request)
         new = NewRun(
             tenant=caller.tenant.name,
-            request_id=request.request_id,
+            request_id=request.request_id.lower(),
             priority_class=caller.priority_class,
             models=(model, embedding) if embedding else (model,),
             gate_reason=reason.value,
@@ -189,7 +187,11 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> None:
         watches = self._parts.watches
         assert watches is not None
-        await watches.forward(tenant.name, run_id, first, write, once=once)
+        try:
+            await watches.forward(tenant.name, run_id, first, write, once=once)
+        except SluiceError as error:
+            self._parts.count_limit(error)
+            raise
 
     async def WatchRun(  # type: ignore[override]  # as PublicApi.Generate
         self, request: runs_pb2.WatchRunRequest, context: Context

@@ -104,8 +104,9 @@ class FakeRuns(runs_pb2_grpc.RunServiceServicer):
     ) -> runs_pb2.CreateRunResponse:
         self._begin("CreateRun")
         key = (request.tenant, request.run_id)
-        for (tenant, _), run in self.runs.items():
-            if tenant == request.tenant and run.create.request_id == request.request_id:
+        for (tenant, run_id), run in self.runs.items():
+            same = request.request_id == run.create.request_id or run_id == request.run_id
+            if tenant == request.tenant and same:
                 return runs_pb2.CreateRunResponse(run=run.stored, repeated_request=True)
         counted = [
             run

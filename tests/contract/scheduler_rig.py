@@ -152,6 +152,7 @@ class Rig:
     state: grpc.aio.Channel
     load: FleetLoad = field(default_factory=lambda: FleetLoad(0.0, 0.0))
     state_up: bool = True
+    limits: list[str] = field(default_factory=list)
 
     def ask(self, method: str, request: Any, tenant: str = "a", timeout: float = 10.0) -> Any:
         """A call by a tenant."""
@@ -204,6 +205,7 @@ async def scheduler_rig(folder: Any, write_limit_s: float = 5.0) -> AsyncIterato
         store=RunStore(channel, signer),
         watches=watches,
         state_up=lambda: rig.state_up,
+        count_limit=lambda error: rig.limits.append(error.reason),
     )
     long = MethodDeadline(60.0, 60.0)
     deadlines = {f"/{SERVICE}/{method}": long for method in ("RunAgent", "WatchRun")}

@@ -23,7 +23,7 @@ import pytest_asyncio
 from scheduler_svc.domain.model import PriorityClass
 from sluice.common.v1 import input_pb2
 from sluice.errors import Code, exhausted, invalid
-from sluice.scheduler.v1 import data_pb2, mesh_pb2, spec_pb2
+from sluice.scheduler.v1 import data_pb2, mesh_pb2, runs_pb2, spec_pb2
 from sluice.state.v1 import documents_pb2, documents_pb2_grpc
 from tests.contract.scheduler_rig import Rig, scheduler_rig
 
@@ -207,6 +207,17 @@ async def test_a_document_is_stored_and_one_run_makes_it_searchable(rig: Rig) ->
     assert spec.ingest.generation > 0 and spec.ingest.embedding_model == "e"
     credential = mesh_pb2.RunCredential.FromString(spec.credential.payload)
     assert (list(credential.models), credential.priority_class) == (["e"], 4)
+
+
+async def test_a_run_and_a_document_of_one_request_id_are_two(rig: Rig) -> None:
+    request = document()
+    put = await rig.ask("PutDocument", request)
+    run = runs_pb2.RunAgentRequest(task="x", request_id=request.request_id, background=True)
+    (queued,) = await rig.events("RunAgent", run)
+    assert queued.run_id != put.run_id
+    request.document_id = "another"
+    error = await rig.refused("PutDocument", request)
+    assert [one.field for one in error.fields] == ["request_id"]
 
 
 async def test_a_new_content_is_a_new_run(rig: Rig) -> None:

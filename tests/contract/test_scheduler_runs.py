@@ -129,6 +129,20 @@ async def test_the_same_request_is_the_same_run(rig: Rig) -> None:
     assert len(rig.runs.runs) == 2
 
 
+async def test_a_request_id_is_not_used_for_something_else(rig: Rig) -> None:
+    """Mutant request_id_for_anything: it would watch the earlier run without a word."""
+    request = task(background=True)
+    (first,) = await rig.events("RunAgent", request)
+    same = task(request_id=request.request_id.upper(), background=True, mode=AUTO, model="alias")
+    assert (await rig.events("RunAgent", same))[0].run_id == first.run_id
+    other = task(request_id=request.request_id, task="something else")
+    for load in (0.0, 9.0):  # through the gate, and when it is closed
+        rig.load = FleetLoad(0.0, load)
+        error = await rig.refused("RunAgent", other)
+        assert [one.field for one in error.fields] == ["request_id"]
+    assert len(rig.runs.runs) == 1
+
+
 async def test_a_closed_gate_does_not_hide_the_run_that_was_let_through(rig: Rig) -> None:
     request = task(background=True)
     (first,) = await rig.events("RunAgent", request)
@@ -348,6 +362,7 @@ async def test_watches_are_bounded_for_a_tenant(rig: Rig) -> None:
         error = await rig.refused(method, asked)
         assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS")
     assert len(rig.runs.runs) == 1, "nothing is stored that could not be watched"
+    assert "TOO_MANY_STREAMS" in rig.limits
     calls[0].cancel()
     await until(lambda: rig.watches.open == 1, "one is over")
     await (await watched(rig, run)).read()
