@@ -14,19 +14,22 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
 import pytest_asyncio
+from google.protobuf.json_format import ParseDict
 
+from sluice.agent.v1 import tools_pb2
 from sluice.channels import ending, open_channel
-from sluice.scheduler.v1 import runs_pb2
+from sluice.scheduler.v1 import admin_pb2, runs_pb2
 from sluice.state.v1 import values_pb2
 from sluice.state.v1.values_pb2_grpc import BlobServiceStub
-from sluice.status import from_rpc_error
+from sluice.status import from_rpc_error, from_status
+from tests.hermetic.admin_client import AdminClient, refused
 from tests.hermetic.mesh import Mesh, Shape, mesh
 from tests.hermetic.mesh_client import MeshClient, client_of, eventually
 from tests.security.http_server import HttpServer, fixed, serving, silent
@@ -263,3 +266,66 @@ async def test_tools_are_listed_with_what_keeps_them_from_being_called(
         "The database cannot be read.",
     )
     assert json.loads(found["calculator"].parameters_json)["required"] == ["expression"]
+
+
+def registered(name: str, **fields: Any) -> tools_pb2.ToolDeclaration:
+    base: dict[str, Any] = {"name": name, "description": "d", "effect": "TOOL_EFFECT_READ"}
+    return ParseDict({**base, **fields}, tools_pb2.ToolDeclaration())
+
+
+@asynccontextmanager
+async def tenant(running: Mesh, name: str, *granted: str) -> AsyncIterator[MeshClient]:
+    """A client of a new tenant with these tools."""
+    admin = AdminClient(running)
+    try:
+        await admin.tenant(name, agents=True, tools=granted)
+        key = (await admin.key(name)).key
+    finally:
+        await admin.close()
+    async with client_of(running, key=key) as client:
+        yield client
+
+
+async def put(running: Mesh, tenant: str, tool: tools_pb2.ToolDeclaration) -> None:
+    admin = AdminClient(running)
+    try:
+        await admin.call("PutTool", admin_pb2.PutToolRequest(tenant=tenant, tool=tool))
+    finally:
+        await admin.close()
+
+
+async def test_a_registered_tool_is_its_tenants_and_reaches_nothing_of_the_machine(
+    running: Mesh, outside: Outside
+) -> None:
+    """Refused at the registration by its field; and one that is taken, since its name is public by
+    its looks, is refused at the connection."""
+    place = f"127.0.0.1:{outside.server.port}"
+    inside = {"method": "GET", "url": f"http://{place}/orders/A-7"}
+    async with (
+        tenant(running, "shop", "sums", "sneaky") as shop,
+        tenant(running, "other", "sums") as other,
+    ):
+        for tool, field in (
+            (registered("a", sql={"url": "sqlite:///sales.db"}), "tool.sql.url"),
+            (registered("a", mcp={"command": ["sh"]}), "tool.mcp.command"),
+            (
+                registered("a", http=inside, egress={"hosts": [place], "privateAllowed": [place]}),
+                "tool.egress.private_allowed",
+            ),
+        ):
+            error = await refused(put(running, "shop", tool))
+            assert error.reason == "TOOL_FIELD_NOT_ALLOWED"
+            assert [one.field for one in error.fields] == [field]
+        await put(running, "shop", registered("sums", calculator={}))
+        await put(running, "shop", registered("sneaky", http=inside, egress={"hosts": [place]}))
+        before = len(outside.server.asked)
+        replies = [wanted("sums", expression="40 + 2"), wanted("sneaky"), {"answer": "done"}]
+        events = await run(running, shop, ["sums", "sneaky"], *replies)
+        first, second = ends(events)
+        assert json.loads(first.result_json) == {"result": 42}
+        reasons = [from_status(one.status).reason for one in ends(events) if one.HasField("status")]
+        assert reasons == ["EGRESS_REFUSED"], second
+        assert len(outside.server.asked) == before
+        # The same name in another tenant's list stands for nothing.
+        events = await run(running, other, ["sums"], wanted("sums", expression="1"), "no tools")
+        assert ends(events) == []
