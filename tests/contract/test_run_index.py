@@ -7,8 +7,8 @@ point at which the one or the other can die; then somebody polls. Once with a pl
 once with one that is about to be removed. Oracle: the run is claimed within the time that the
 module of the index states, or was never stored. Seed: none, all are tried.
 
-Seen to fail on the mutants run_place_written_once, run_place_not_written_before, run_place_set_later,
-run_place_removed_at_once.
+Seen to fail on the mutants run_place_written_once, run_place_not_written_before,
+run_place_set_later, run_place_removed_at_once.
 """
 
 from __future__ import annotations

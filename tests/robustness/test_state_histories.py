@@ -8,7 +8,8 @@ answer (linearizability.py), for every session and run by itself; and that nobod
 while a lease of another surely held. Seed: the parameter. For longer:
 `python -m tests.robustness.state_histories --seconds 60 --seeds 0-4`.
 
-Seen to fail on the mutants session_version_not_checked, run_history_without_fence, run_lease_ignored.
+Seen to fail on the mutants session_version_not_checked, run_history_without_fence,
+run_lease_ignored.
 """
 
 from __future__ import annotations
