@@ -16,7 +16,7 @@ from typing import Any, Final
 import grpc.aio
 
 from scheduler_svc.adapters.identity import Identity, remaining_s
-from scheduler_svc.adapters.requests import check_page_token, check_uuid, page_size
+from scheduler_svc.adapters.requests import check_page_token, page_size, request_id_of
 from scheduler_svc.adapters.run_store import NewRun
 from scheduler_svc.adapters.runs_api import RunParts
 from scheduler_svc.adapters.serving import Caller
@@ -64,7 +64,7 @@ class DocumentsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> data_pb2.PutDocumentResponse:
         """See scheduler.proto."""
         tenant = self._tenant(context)
-        check_uuid(request.request_id, "request_id")
+        request.request_id = request_id_of(request.request_id)
         _check_place(request.collection, request.document_id)
         _check_content(request)
         _check_labels(request.labels)
@@ -73,7 +73,7 @@ class DocumentsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         assert self._parts.store is not None
         new = NewRun(
             tenant=tenant.name,
-            request_id=f"ingest:{request.request_id.lower()}",
+            request_id=f"ingest:{request.request_id}",
             priority_class=PriorityClass.BATCH,
             models=(model,),
             gate_reason=GateReason.NOT_ASKED.value,

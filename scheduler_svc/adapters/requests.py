@@ -6,6 +6,7 @@ import uuid
 from typing import Final
 
 from sluice.errors import invalid
+from sluice.ids import new_request_id
 
 PAGE_DEFAULT: Final = 20
 PAGE_MAX: Final = 100
@@ -33,3 +34,12 @@ def check_uuid(text: str, field: str) -> None:
         usual = False
     if not usual:
         raise invalid(field, "must be a UUID")
+
+
+def request_id_of(given: str) -> str:
+    """The identifier of a request, in lower case; without one a new one. INVALID_ARGUMENT unless it
+    is a UUID."""
+    if not given:
+        return new_request_id()
+    check_uuid(given, "request_id")
+    return given.lower()

@@ -21,7 +21,7 @@ from scheduler_svc.adapters.agent_link import AgentLink
 from scheduler_svc.adapters.catalog import Catalog
 from scheduler_svc.adapters.gate import Gate
 from scheduler_svc.adapters.identity import Identity
-from scheduler_svc.adapters.requests import check_page_token, check_uuid, page_size
+from scheduler_svc.adapters.requests import check_page_token, check_uuid, page_size, request_id_of
 from scheduler_svc.adapters.run_records import ENDED, listed, run_id_of, shown
 from scheduler_svc.adapters.run_store import NewRun, RunStore
 from scheduler_svc.adapters.run_watch import RunWatches
@@ -29,7 +29,6 @@ from scheduler_svc.adapters.serving import Caller, Serving
 from scheduler_svc.adapters.tenant import Tenant
 from scheduler_svc.domain.agent_gate import AgentMode, GateReason, Path, Verdict
 from sluice.errors import SluiceError, invalid
-from sluice.ids import new_request_id
 from sluice.scheduler.v1 import runs_pb2, scheduler_pb2_grpc
 
 RESULT_BYTES_MAX: Final = 1 << 20
@@ -76,6 +75,8 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: runs_pb2.RunAgentRequest, context: Context
     ) -> None:
         """See scheduler.proto."""
+        if not request.request_id:
+            request.request_id = request_id_of("")
         caller = self._parts.identity.caller(request, context)
         admitted = await self._admitted(request, caller)
         if isinstance(admitted, Verdict):
@@ -233,7 +234,7 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         """See scheduler.proto. Waits shortly for the agent to end the run."""
         tenant = self._parts.identity.tenant(context)
         check_uuid(request.run_id, "run_id")
-        request_id = _request_id(request.request_id)
+        request_id = request_id_of(request.request_id)
         store, run_id = self._store(), request.run_id.lower()
         stored = await store.cancel(tenant.name, run_id, request_id)
         loop = asyncio.get_running_loop()
@@ -250,7 +251,7 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         """See scheduler.proto."""
         tenant = self._parts.identity.tenant(context)
         check_uuid(request.run_id, "run_id")
-        request_id = _request_id(request.request_id)
+        request_id = request_id_of(request.request_id)
         _check_decision(request)
         decision = runs_pb2.RunResumed(
             step=request.step, decision=request.decision, result_json=request.result_json
@@ -278,12 +279,6 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 _NOT_AVAILABLE: Final = Verdict(Path.REFUSED, GateReason.NOT_AVAILABLE)
-
-
-def _request_id(given: str) -> str:
-    if given:
-        check_uuid(given, "request_id")
-    return given or new_request_id()
 
 
 def _check_decision(request: runs_pb2.ResumeRunRequest) -> None:

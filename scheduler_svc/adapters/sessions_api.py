@@ -11,7 +11,7 @@ from typing import Any, Final
 import grpc.aio
 
 from scheduler_svc.adapters.identity import Identity
-from scheduler_svc.adapters.requests import check_page_token, check_uuid, page_size
+from scheduler_svc.adapters.requests import check_page_token, check_uuid, page_size, request_id_of
 from scheduler_svc.adapters.run_request import check_sessions
 from scheduler_svc.adapters.state_calls import answered, not_configured, time_limit_s
 from sluice.common.v1 import input_pb2
@@ -41,9 +41,10 @@ class SessionsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> data_pb2.CreateSessionResponse:
         """See scheduler.proto."""
         tenant = self._permitted(context)
-        check_uuid(request.request_id, "request_id")
         message = sessions_pb2.CreateSessionRequest(
-            tenant=tenant, request_id=request.request_id, messages=_serialized(request.messages)
+            tenant=tenant,
+            request_id=request_id_of(request.request_id),
+            messages=_serialized(request.messages),
         )
         if request.HasField("ttl"):
             ttl_s = request.ttl.seconds + request.ttl.nanos / 1e9
@@ -93,14 +94,14 @@ class SessionsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         """See scheduler.proto."""
         tenant = self._permitted(context)
         check_uuid(request.session_id, "session_id")
-        check_uuid(request.request_id, "request_id")
+        request_id = request_id_of(request.request_id)
         if not request.messages:
             raise invalid("messages", "at least one is needed")
         message = sessions_pb2.AppendSessionRequest(
             tenant=tenant,
             session_id=request.session_id.lower(),
             messages=_serialized(request.messages),
-            request_id=request.request_id,
+            request_id=request_id,
         )
         if request.HasField("expected_version"):
             message.expected_version = request.expected_version

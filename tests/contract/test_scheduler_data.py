@@ -77,6 +77,19 @@ async def test_a_session_lives_as_the_state_service_keeps_it(rig: Rig) -> None:
     assert (await rig.refused("DeleteSession", delete)).reason == "SESSION_UNKNOWN"
 
 
+async def test_without_a_request_id_every_call_is_a_new_one(rig: Rig) -> None:
+    made = [
+        (await rig.ask("CreateSession", data_pb2.CreateSessionRequest())).session.session_id
+        for _ in range(2)
+    ]
+    assert made[0] != made[1]
+    append = data_pb2.AppendSessionRequest(session_id=made[0], messages=[message()])
+    for count in (1, 2):
+        assert (await rig.ask("AppendSession", append)).session.message_count == count
+    puts = [await rig.ask("PutDocument", document(request_id="")) for _ in range(2)]
+    assert puts[0].run_id != puts[1].run_id
+
+
 async def test_the_same_request_makes_the_same_session(rig: Rig) -> None:
     request = data_pb2.CreateSessionRequest(request_id=fresh())
     first = (await rig.ask("CreateSession", request)).session
@@ -122,7 +135,7 @@ async def test_the_right_is_asked_for_before_anything_else(rig: Rig) -> None:
 
 
 WRONG_SESSIONS: list[tuple[str, Any, str]] = [
-    ("CreateSession", data_pb2.CreateSessionRequest(), "request_id"),
+    ("CreateSession", data_pb2.CreateSessionRequest(request_id="no"), "request_id"),
     (
         "CreateSession",
         data_pb2.CreateSessionRequest(request_id=fresh(), messages=[message(role="x")]),

@@ -129,6 +129,16 @@ async def test_the_same_request_is_the_same_run(rig: Rig) -> None:
     assert len(rig.runs.runs) == 2
 
 
+async def test_without_a_request_id_every_call_is_a_run_of_its_own(rig: Rig) -> None:
+    made = [
+        (await rig.events("RunAgent", task(request_id="", background=True)))[0].run_id
+        for _ in range(2)
+    ]
+    assert made[0] != made[1]
+    specs = [spec_pb2.RunSpec.FromString(run.stored.spec) for run in rig.runs.runs.values()]
+    assert len({spec.task.request.request_id for spec in specs} - {""}) == 2
+
+
 async def test_a_request_id_is_not_used_for_something_else(rig: Rig) -> None:
     """Mutant request_id_for_anything: it would watch the earlier run without a word."""
     request = task(background=True)
