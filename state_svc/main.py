@@ -47,6 +47,7 @@ from state_svc.adapters.matrix_index import IndexLimits, MatrixIndex
 from state_svc.adapters.quota_servicer import QuotaServicer
 from state_svc.adapters.registry_watch import RegistryWatch
 from state_svc.adapters.run_servicer import RunServicer
+from state_svc.adapters.run_sweep import RunSweep
 from state_svc.adapters.schema import ensure_schema
 from state_svc.adapters.session_servicer import SessionServicer
 from state_svc.adapters.tenant_servicer import TenantServicer
@@ -123,9 +124,9 @@ class Parts:
         self.documents = DocumentServicer(documents, self.index, config.deadline_s)
         sizes, session_sizes = run_limits(config), session_limits(config)
         self.feed = ValkeyFeed(durable, volatile)
-        self.runs = RunServicer(
-            ValkeyRuns(durable, sizes, session_sizes), ValkeyTexts(volatile), self.feed
-        )
+        runs = ValkeyRuns(durable, sizes, session_sizes)
+        self.sweep = RunSweep(registry, runs)
+        self.runs = RunServicer(runs, ValkeyTexts(volatile), self.feed)
         self.sessions = SessionServicer(ValkeySessions(durable, session_sizes))
         self._components = {name: health.component(name) for name in self._links}
         for component in self._components.values():
@@ -153,6 +154,7 @@ class Parts:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.watch.run())
             group.create_task(self.feed.run_forever())
+            group.create_task(self.sweep.run())
             for name, link in self._links.items():
                 component = self._components[name]
                 group.create_task(link.watch(ensure_schema, component.up, component.down))

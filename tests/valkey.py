@@ -21,7 +21,7 @@ class ValkeyProcess:
     """A server on loopback. Its port stays the same over restarts."""
 
     def __init__(self, folder: Path, *options: str) -> None:
-        self._folder, self._options = folder, options
+        self.folder, self._options = folder, options
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
@@ -36,7 +36,7 @@ class ValkeyProcess:
             [
                 str(get_binary_path()),
                 *("--port", str(self.port), "--bind", "127.0.0.1", "--save", ""),
-                *("--dir", str(self._folder), "--logfile", "valkey.log", *self._options),
+                *("--dir", str(self.folder), "--logfile", "valkey.log", *self._options),
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -182,6 +182,8 @@ if op == 'renew' then
   return {'OK', states}
 end
 
+if op == 'dues' then return {'OK', dues()} end
+
 local id = take()
 if not exists(id) then return {'RUN_UNKNOWN'} end
 local key = run_key(id)

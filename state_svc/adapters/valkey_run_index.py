@@ -16,6 +16,8 @@ tag than the runs, so that no script changes both. A run is never lost by that:
   are), it was not written since, and the last write from nothing is older than :data:`UNUSED_MS`.
   A script that such a write goes before refuses to run later than :data:`LATE_MS` after it, on the
   store's clock; so none can follow the removal.
+* Places that are lost although runs are not (another server's log was cut, somebody deleted a key)
+  are written anew from the tenants' own lines: ``run_sweep.py``.
 * Everything else (claims, renewals, pauses) moves runs that are in line already: their place
   exists, and says a time of at most :data:`LOOK_AGAIN_MS` ahead, or an earlier one.
 """

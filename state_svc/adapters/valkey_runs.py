@@ -296,6 +296,17 @@ class ValkeyRuns:
         (last,) = await self._run(lease.tenant, "sequence", lease.run_id, lease.token)
         return int(last)
 
+    async def place(self, tenants: Sequence[str]) -> None:
+        """Writes the places of these tenants anew, from what they hold."""
+        replies = await self._link.scripts(_SCRIPT, [self._call(name, "dues") for name in tenants])
+        dues = [
+            (priority, tenant, due)
+            for tenant, reply in zip(tenants, replies, strict=True)
+            for priority, due in checked(reply)[0]
+        ]
+        if dues:
+            await self._index.found(dues)
+
     def _growth_limits(self) -> tuple[int, ...]:
         limits = self._limits
         return (

@@ -20,12 +20,13 @@ from typing import Any
 
 import pytest
 
-from state_svc.adapters import valkey_run_index
+from state_svc.adapters import run_sweep, valkey_run_index
+from state_svc.adapters.memory_stores import MemoryRegistry
 from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.adapters.valkey_run_index import LATE_MS, LOOK_AGAIN_MS, UNUSED_MS
 from state_svc.adapters.valkey_runs import ValkeyRuns
 from state_svc.domain.run_values import Phase, RunUnknownError
-from state_svc.ports import StoreUnavailableError
+from state_svc.ports import Kind, StoreUnavailableError
 from tests.contract.state_rig import LEASE_MS, Stores, a_run, new_id, stores_of
 from tests.valkey import ValkeyProcess, valkey
 
@@ -263,6 +264,20 @@ async def test_unused_places_go_and_used_ones_stay(stores: Stores) -> None:
     assert await link.run(lambda client: client.hkeys(written)) == [b"2:a"]
     await stores.queue("b")
     assert len(await stores.claim()) == 1
+
+
+async def test_places_that_were_lost_are_written_anew(stores: Stores) -> None:
+    assert isinstance(stores.runs, ValkeyRuns)
+    registry, link = MemoryRegistry(), stores.runs._link
+    made = []
+    for number in range(run_sweep.TENANTS_AT_ONCE + 3):
+        await registry.put(Kind.TENANTS, f"t{number}", b"")
+        made.append((await stores.queue(f"t{number}")).run_id)
+    await link.run(lambda client: client.delete(*valkey_run_index._KEYS))
+    assert not await stores.claim()
+    await run_sweep.RunSweep(registry, stores.runs).once()
+    found = await stores.claim() + await stores.claim()
+    assert sorted(one.run.run_id for one in found) == sorted(made)
 
 
 async def test_nothing_ready_costs_one_round_trip(stores: Stores) -> None:

@@ -158,6 +158,25 @@ async def test_no_acknowledged_append_is_lost_when_the_store_is_killed() -> None
     assert total > 20 and lost == 0
 
 
+async def test_a_log_whose_last_words_are_cut_off_costs_them_and_nothing_else() -> None:
+    with valkey(*LOG, "always") as store:
+        async with state_service(store.url) as (_, channel):
+            runs: Any = RunServiceStub(channel)
+            run_id = await a_run(runs)
+            lease = await claimed(runs, seconds=1)
+            for last in range(1, 6):
+                await runs.AppendRun(an_append(lease, last))
+            store.kill()
+            (log,) = store.folder.glob("appendonlydir/*.incr.aof")
+            log.write_bytes(log.read_bytes()[:-7])
+            store.start()
+            await until_health(channel, SERVING)
+            assert len(await events_of(runs, run_id)) == 5
+            await asyncio.sleep(1.0)
+            lease = await claimed(runs)  # found, held and written to as before
+            assert (await runs.AppendRun(an_append(lease, 5))).last_sequence == 6
+
+
 async def test_who_follows_sees_every_event_once_across_a_killed_store() -> None:
     async with running() as (store, runs, _, (_, channel)):
         run_id = await a_run(runs)
