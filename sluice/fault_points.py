@@ -33,6 +33,17 @@ POINTS: Final = frozenset(
         "agent.before_hand_over",
         "agent.before_store_chunks",
         "agent.after_store_chunks",
+        # The state service: around the scripts that change runs.
+        "state.before_create",  # the run may be looked for already
+        "state.after_create",  # nobody was told of it
+        "state.before_claim",
+        "state.after_claim",  # it is held, and its holder does not know
+        "state.before_append",
+        "state.after_append",
+        "state.before_resume",
+        "state.after_resume",
+        "state.before_cancel",
+        "state.after_cancel",
     }
 )
 

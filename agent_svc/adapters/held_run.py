@@ -10,15 +10,21 @@ lost for good ends the run's task at once. For one event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, TypeVar
 
 from agent_svc.run_ports import Claimed, LeaseKey
+from sluice import logs
 from sluice.errors import Code, SluiceError
 
 T = TypeVar("T")
 
-LEASE_MARGIN_S = 0.5  # an effect does not begin in the last moment of a lease
+LEASE_MARGIN_S: Final = 0.5  # an effect does not begin in the last moment of a lease
+RETRY_MIN_S: Final = 0.1
+RETRY_MAX_S: Final = 1.0
+_MAY_PASS: Final = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED})
+
+log = logs.get(__name__)
 
 
 class InterruptedRunError(Exception):
@@ -28,6 +34,26 @@ class InterruptedRunError(Exception):
 def lease_lost() -> SluiceError:
     """The run is somebody else's."""
     return SluiceError(Code.ABORTED, "LEASE_LOST", "Another process holds the run now.")
+
+
+async def persistently(held: HeldRun, call: Callable[[], Awaitable[T]]) -> T:
+    """The answer of a call of the store that can be repeated as it is: asked again, while the lease
+    may hold, for as long as the store does not answer. Raises SluiceError: LEASE_LOST, or what the
+    store refuses."""
+    delay_s = RETRY_MIN_S
+    while not held.lost:
+        try:
+            return await call()
+        except SluiceError as error:
+            if error.code is Code.ABORTED:
+                # VERSION_CONFLICT cannot be under a lease that holds; so it does not hold.
+                raise lease_lost() from None
+            if error.code not in _MAY_PASS or error.reason == "RUN_TOO_LONG":
+                raise
+            log.warning("the store is asked again", reason=error.reason, delay_s=delay_s)
+        await asyncio.sleep(delay_s)
+        delay_s = min(delay_s * 2, RETRY_MAX_S)
+    raise lease_lost()
 
 
 class HeldRun:

@@ -13,25 +13,19 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from agent_svc.adapters.held_run import HeldRun, lease_lost
+from agent_svc.adapters.held_run import HeldRun, persistently
 from agent_svc.domain.ending import Bounds, Finish, Pause, unread
 from agent_svc.domain.history import History
 from agent_svc.domain.model import End, Ended, Event, Kind, Message, Waiting
 from agent_svc.run_ports import Append, Phase, Runs, Spec, Summary
-from sluice import logs
-from sluice.errors import Code, SluiceError
+from sluice.errors import SluiceError
 from sluice.fault_points import fault_point
 
-RETRY_MIN_S: Final = 0.1
-RETRY_MAX_S: Final = 1.0
-_MAY_PASS: Final = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED})
 _PHASES: Final = {
     End.SUCCEEDED: Phase.SUCCEEDED,
     End.FAILED: Phase.FAILED,
     End.CANCELLED: Phase.CANCELLED,
 }
-
-log = logs.get(__name__)
 
 
 class Journal:
@@ -176,20 +170,8 @@ class Journal:
         )
 
     async def _append(self, append: Append) -> int:
-        delay_s = RETRY_MIN_S
-        while not self._held.lost:
-            try:
-                return await self._runs.append(self._held.lease, append)
-            except SluiceError as error:
-                if error.code is Code.ABORTED:
-                    # VERSION_CONFLICT cannot be under a lease that holds; so it does not hold.
-                    raise lease_lost() from None
-                if error.code not in _MAY_PASS:
-                    raise
-                log.warning("append put off", reason=error.reason, delay_s=delay_s)
-            await asyncio.sleep(delay_s)
-            delay_s = min(delay_s * 2, RETRY_MAX_S)
-        raise lease_lost()
+        held = self._held
+        return await persistently(held, lambda: self._runs.append(held.lease, append))
 
     def _summary(self) -> Summary:
         history, ended = self.history, self.history.ended

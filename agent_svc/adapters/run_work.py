@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from agent_svc.adapters.counts import Counts
-from agent_svc.adapters.held_run import HeldRun
+from agent_svc.adapters.held_run import HeldRun, persistently
 from agent_svc.adapters.ingest_run import IngestRun
 from agent_svc.adapters.journal import Journal
 from agent_svc.adapters.task_run import Manner, TaskRun, TaskWorld
@@ -123,7 +123,8 @@ class RunWork:
         if claimed.last_sequence == 1:
             # A new run: its one event says that it was queued, and nothing follows from that.
             return StoredEvents((Event(1, claimed.create_s, Queued("")),), 0)
-        return await self._outside.runs.read(held.lease, self._manner.history_bytes_max)
+        bytes_max = self._manner.history_bytes_max
+        return await persistently(held, lambda: self._outside.runs.read(held.lease, bytes_max))
 
     async def _work(self, held: HeldRun, journal: Journal, spec: Spec) -> Ended | None:
         outside, lease, manner = self._outside, held.lease, self._manner

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from sluice.fault_points import fault_point
 from state_svc.adapters.valkey_link import Argument, Script, ValkeyLink, text
 from state_svc.adapters.valkey_run_index import Look, ValkeyRunIndex
 from state_svc.domain.claim_order import ClaimOrder, shares
@@ -43,6 +44,7 @@ from state_svc.run_ports import ClaimBatch
 
 NOTHING_DUE_MS: Final = 60_000
 _SCRIPT: Final = Script("session_rules.lua", "runs.lua")
+_CHANGES: Final = frozenset({"create", "append", "resume", "cancel"})
 _ERRORS: Final[Mapping[str, Callable[..., Exception]]] = {
     "RUN_UNKNOWN": RunUnknownError,
     "RUN_FULL": RunFullError,
@@ -235,7 +237,9 @@ class ValkeyRuns:
             for tenant, share in asked
         ]
         answers = []
+        fault_point("state.before_claim")
         replies = await self._link.scripts(_SCRIPT, calls)
+        fault_point("state.after_claim")
         for (tenant, _), reply in zip(asked, replies, strict=True):
             due, large, found = checked(reply)
             runs = [
@@ -325,7 +329,12 @@ class ValkeyRuns:
         self, tenant: str, op: str, *arguments: Argument, latest: int = 0
     ) -> Sequence[Any]:
         keys, words = self._call(tenant, op, *arguments, latest=latest)
-        return checked(await self._link.script(_SCRIPT, keys, words))
+        if op not in _CHANGES:
+            return checked(await self._link.script(_SCRIPT, keys, words))
+        fault_point(f"state.before_{op}")
+        reply = await self._link.script(_SCRIPT, keys, words)
+        fault_point(f"state.after_{op}")
+        return checked(reply)
 
 
 def _is_due(due: int | None, look: Look) -> bool:

@@ -38,9 +38,8 @@ class Rig:
     sessions: Any
     documents: Any
 
-    async def create(self, *, session: str = "", **fields: Any) -> str:
-        """Stores a run as a scheduler does; fields of RunAgentRequest."""
-        turn = bool(session) and not fields.get("tools")
+    def spec(self, *, turn: bool = False, **fields: Any) -> spec_pb2.RunSpec:
+        """A task as a scheduler admits it; fields of RunAgentRequest."""
         request = public_pb2.RunAgentRequest(**{"task": "Do it.", "model": "m", **fields})
         spec = spec_pb2.RunSpec(task=spec_pb2.AgentTask(request=request, turn=turn))
         spec.budget.steps_max = 200
@@ -48,28 +47,37 @@ class Rig:
         spec.budget.tool_calls_max = 200
         spec.budget.wall_time_max.FromSeconds(600)
         spec.budget.cost_max = 1e9
-        return await self.create_spec(spec, session=session)
+        return spec
+
+    async def create(self, *, session: str = "", **fields: Any) -> str:
+        """Stores a task; its id."""
+        turn = bool(session) and not fields.get("tools")
+        return await self.create_spec(self.spec(turn=turn, **fields), session=session)
 
     async def create_spec(self, spec: spec_pb2.RunSpec, *, session: str = "") -> str:
-        """Stores a run."""
+        """Stores a run; its id."""
         run_id = str(uuid.uuid4())
+        await self.runs.CreateRun(self.creation(run_id, spec, session=session))
+        return run_id
+
+    def creation(
+        self, run_id: str, spec: spec_pb2.RunSpec, *, session: str = ""
+    ) -> runs_pb2.CreateRunRequest:
+        """What stores a run as a scheduler does."""
         queued = public_pb2.RunEvent(sequence=1, run_id=run_id)
         queued.queued.gate_reason = "ALLOWED"
         queued.time.GetCurrentTime()
-        await self.runs.CreateRun(
-            runs_pb2.CreateRunRequest(
-                tenant=TENANT,
-                run_id=run_id,
-                request_id=str(uuid.uuid4()),
-                spec=spec.SerializeToString(),
-                summary=public_pb2.Run().SerializeToString(),
-                events=[queued.SerializeToString()],
-                priority=3,
-                active_max=1000,
-                session_id=session,
-            )
+        return runs_pb2.CreateRunRequest(
+            tenant=TENANT,
+            run_id=run_id,
+            request_id=str(uuid.uuid4()),
+            spec=spec.SerializeToString(),
+            summary=public_pb2.Run().SerializeToString(),
+            events=[queued.SerializeToString()],
+            priority=3,
+            active_max=1000,
+            session_id=session,
         )
-        return run_id
 
     async def session(self, *messages: tuple[str, str]) -> str:
         """Creates a session with messages."""

@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from sluice import fault_points
 from sluice.channels import open_channel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,10 +50,11 @@ class StateProcess:
         )
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, fault_point: str = "") -> None:
+        """``fault_point``: where it dies (sluice/fault_points.py); empty: nowhere."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "state_svc.main"],
-            env=self._environ,
+            env={**self._environ, fault_points.VARIABLE: fault_point},
             cwd=ROOT,
             stderr=subprocess.DEVNULL,
         )
@@ -68,6 +70,11 @@ class StateProcess:
     def send(self, number: signal.Signals) -> None:
         """Sends a signal and does not wait."""
         os.kill(self.pid, number)
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, once it has ended."""
+        return None if self._process is None else self._process.poll()
 
     def kill(self) -> None:
         if self._process is not None:
