@@ -152,6 +152,10 @@ bench-vllm: $(BASE) $(DEV) $(VLLM) protos model ## Measure the mesh over vLLM
 bench-tools: $(BASE) $(DEV) $(VLLM) protos model ## Measure how often the default model calls tools rightly (BFCL)
 	@$(PYTHON) -m bench.tool_calls $(BENCH_ARGS)
 
+.PHONY: bench-recall
+bench-recall: $(BASE) $(DEV) $(VLLM) protos model ## Measure what searches find: Recall@5 on HotpotQA (DATASET=its folder)
+	@$(PYTHON) -m bench.recall $(if $(DATASET),$(DATASET),$(error say where the questions lie: make bench-recall DATASET=FOLDER)) $(BENCH_ARGS)
+
 ##@ Other
 
 .PHONY: clean

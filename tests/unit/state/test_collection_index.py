@@ -82,7 +82,7 @@ class Plain:
                 continue
             score = cosine if query.vector is not None else bm25
             if both:
-                score = VECTOR_WEIGHT * (cosine + 1) / max(cosine_max + 1, 1e-6)
+                score = VECTOR_WEIGHT * max(cosine, 0) / cosine_max if cosine_max > 0 else 0.0
                 score += (1 - VECTOR_WEIGHT) * bm25 / words_max if words_max > 0 else 0.0
             place = (document.generation, document.document_id, number)
             found.append(Match(*place, score, cosine, bm25))
