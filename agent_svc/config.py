@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from sluice.config import section, setting
 
@@ -21,6 +22,9 @@ class AgentConfig:
         ge=1,
         le=64,
         help="Mesh addresses of the schedulers. A run keeps to one while that answers.",
+    )
+    folder: Path | None = setting(
+        None, help="What relative paths of tools count from. Unset: the configuration's folder."
     )
     runs_max: int = setting(200, unit="runs", ge=1, le=1024, help="Runs that are held at once.")
     run_history_bytes_max: int = setting(

@@ -48,7 +48,7 @@ class Parts:
     ) -> None:
         self._config = config
         self._state = open_channel(config.state)
-        self.tools = ToolParts(path, self._state, telemetry, os.environ)
+        self.tools = ToolParts(path, self._state, telemetry, os.environ, config.folder)
         self._models = MeshModels(config.schedulers)
         runs = StateRuns(self._state, config.state_timeout_s)
         outside = Outside(

@@ -25,8 +25,9 @@ TOOLS_MAX = 256  # [[tool]] tables
 
 
 class ToolParts:
-    """All that tools need; one per process. ``path``: of sluice.toml, whose folder relative paths
-    count from; ``state``: a channel to the state service, which the caller closes."""
+    """All that tools need; one per process. ``path``: of sluice.toml; ``state``: a channel to the
+    state service, which the caller closes; ``folder``: what relative paths count from, unset: the
+    file's own folder."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class ToolParts:
         state: grpc.aio.Channel,
         telemetry: Telemetry,
         environ: Mapping[str, str],
+        folder: Path | None = None,
     ) -> None:
         """Raises ConfigError naming table and field of a wrong declaration."""
         self._guard = EgressGuard()
@@ -42,7 +44,7 @@ class ToolParts:
             lambda: [(n, {"rule": rule.value}) for rule, n in self._guard.refusals.items()],
         )
         store = StateTools(state)
-        root = (path.parent if path is not None else Path()).absolute()
+        root = (folder or (path.parent if path is not None else Path())).absolute()
         self._mcp = McpServers(self._guard, environ, root)
         sources = Sources(self._guard, store, environ=environ, root=root, mcp=self._mcp.server)
         try:

@@ -137,7 +137,8 @@ def run(
         request.answer_schema_json = answer_schema.read_text(encoding="utf-8")
     _set_budget(request, budget_steps, budget_tokens, budget_calls, budget_time, budget_cost)
     with open_client(config, endpoint, key_file) as client:
-        raise typer.Exit(_show(run_watch.start(client, request, timeout), as_json, background))
+        events = run_watch.start(client, request, timeout)
+        raise typer.Exit(_show(client, events, as_json, background))
 
 
 @agent_app.command()
@@ -157,7 +158,7 @@ def watch(
 
     with open_client(config, endpoint, key_file) as client:
         events = run_watch.watch(client, run_id, from_sequence, timeout)
-        raise typer.Exit(_show(events, as_json))
+        raise typer.Exit(_show(client, events, as_json))
 
 
 @agent_app.command("list")
@@ -394,8 +395,12 @@ def _say(run: runs_pb2.Run) -> None:
     output().print(f"run {run.run_id}: {state_name(run.state)}", soft_wrap=True)
 
 
-def _show(events: Iterator[runs_pb2.RunEvent], as_json: bool, once: bool = False) -> int:
+def _show(
+    client: MeshClient, events: Iterator[runs_pb2.RunEvent], as_json: bool, once: bool = False
+) -> int:
     """Prints events to their end; the exit status that the run's state asks for."""
+    from sluice.command.run_watch import waits_now
+
     teller = Teller(errors(), live=sys.stderr.isatty() and not as_json)
     run_id = ""
     try:
@@ -408,7 +413,7 @@ def _show(events: Iterator[runs_pb2.RunEvent], as_json: bool, once: bool = False
                 teller.tell(event)
             if event.HasField("ended"):
                 return _end(event.ended, as_json)
-            if event.HasField("waiting"):
+            if waits_now(client, event):
                 _how_to_decide(run_id, event.waiting.step)
                 return EXIT_WAITING
     except KeyboardInterrupt:

@@ -51,6 +51,16 @@ def so_far(client: MeshClient, run_id: str, limit_s: float) -> Events:
             return
 
 
+def waits_now(client: MeshClient, event: runs_pb2.RunEvent) -> bool:
+    """Whether a run still waits with this event, its last one: what is replayed may have been
+    decided since. Raises as above."""
+    if not event.HasField("waiting"):
+        return False
+    run = client.call("GetRun", runs_pb2.GetRunRequest(run_id=event.run_id)).run
+    last: int = run.last_sequence
+    return last <= event.sequence
+
+
 class _Call:
     """What is asked now: the start, then the watch of what it started."""
 
@@ -85,6 +95,14 @@ class _Call:
             self._request.from_sequence = self.seen + 1
         return True
 
+    def is_over(self) -> bool:
+        """Whether the run ended before the first event that is wanted now. Raises SluiceError."""
+        if not isinstance(self._request, runs_pb2.WatchRunRequest):
+            return False
+        request = runs_pb2.GetRunRequest(run_id=self._request.run_id)
+        run = self._client.call("GetRun", request).run
+        return run.HasField("end_time") and run.last_sequence < self._request.from_sequence
+
     @property
     def can_go_on(self) -> bool:
         """Whether asking again loses and doubles nothing: what was answered directly is nowhere
@@ -111,6 +129,8 @@ def _follow(
                 yield event
                 if event.HasField("ended") or once:
                     return
+            if call.is_over():
+                return
         except (SluiceError, UnreachableError) as error:
             late = clock() - lost_s > LOST_MAX_S or clock() >= end_s
             if late or not (_passes(error) and call.can_go_on):

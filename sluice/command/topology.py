@@ -123,6 +123,8 @@ class Place:
     target: Target
     config_path: PurePath
     runtime_dir: PurePath
+    files_dir: PurePath
+    """What relative paths of the configuration count from."""
     models_dir: PurePath
     """Holds what the runtime folder of the configuration holds under models/."""
     python: str
@@ -180,6 +182,7 @@ def local_place(config: MeshFile, envoy: str, store: str) -> Place:
         target=Target.LOCAL,
         config_path=runtime / "run" / "sluice.toml",
         runtime_dir=runtime,
+        files_dir=config.root,
         models_dir=runtime / "models",
         python=sys.executable,
         envoy=envoy,
@@ -196,6 +199,7 @@ def compose_place() -> Place:
         target=Target.COMPOSE,
         config_path=PurePosixPath("/etc/sluice/sluice.toml"),
         runtime_dir=PurePosixPath("/var/lib/sluice"),
+        files_dir=PurePosixPath("/opt/sluice"),
         models_dir=PurePosixPath("/var/lib/sluice-models"),
         python="python",
         envoy="envoy",
@@ -406,6 +410,7 @@ def _agent(
             **common,
             "SLUICE_AGENT_BIND": str(bind),
             "SLUICE_AGENT_STATE": str(place.reach("state", state)),
+            "SLUICE_AGENT_FOLDER": str(place.files_dir),
             "SLUICE_AGENT_SCHEDULERS": ",".join(str(one) for one in meshes),
         },
         ports=(Port("api", bind),),

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
+from tests.hermetic.agent_mesh import REPLIES, agent_mesh, answers
 from tests.hermetic.mesh import Mesh, Shape, mesh
 from tests.hermetic.mesh_client import MeshClient, client_of
 
@@ -46,3 +47,12 @@ async def client(shared_mesh: Mesh) -> AsyncIterator[MeshClient]:
     async with client_of(shared_mesh) as made:
         yield made
     shared_mesh.until_idle()
+
+
+@pytest.fixture(scope="session")
+def shared_agent_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    """One mesh for the session with an agent service, the tools of sluice.toml, a generating model
+    that answers as agent_mesh.REPLIES say, and an embedding model."""
+    with agent_mesh(tmp_path_factory.mktemp("shared-agent-mesh")) as running:
+        answers(running, REPLIES)
+        yield running

@@ -35,6 +35,7 @@ class Script:
     def __init__(self, *streams: Sequence[runs_pb2.RunEvent | Exception]) -> None:
         self._streams = iter(streams)
         self.asked: list[tuple[str, int]] = []
+        self.over = False
 
     def stream(self, method: str, request: Any, timeout_s: float) -> Iterator[Any]:
         self.asked.append((method, getattr(request, "from_sequence", 0)))
@@ -45,7 +46,10 @@ class Script:
 
     def call(self, method: str, request: Any) -> Any:
         assert method == "GetRun"
-        return runs_pb2.GetRunResponse(run=runs_pb2.Run(run_id=RUN, last_sequence=2))
+        run = runs_pb2.Run(run_id=RUN, last_sequence=2)
+        if self.over:
+            run.end_time.seconds = 1
+        return runs_pb2.GetRunResponse(run=run)
 
 
 class Clock:
@@ -95,6 +99,12 @@ def test_a_stream_that_ends_before_the_run_is_asked_again() -> None:
     assert started(script) == [1, 2]
 
 
+def test_a_watch_from_behind_the_end_of_a_run_ends() -> None:
+    script: Any = Script([])
+    script.over = True
+    assert list(run_watch.watch(script, RUN, 3, 1000.0)) == []
+
+
 def test_a_start_that_was_cut_before_its_first_event_is_sent_again() -> None:
     script = Script([UnreachableError("nobody")], [LOST], [event(1), ended(2)])
     assert started(script) == [1, 2]
@@ -138,3 +148,11 @@ def test_the_time_limit_ends_the_watch(clock: Clock) -> None:
 def test_so_far_ends_with_the_last_event_that_there_is_now() -> None:
     script: Any = Script([event(1), text(1, "a"), event(2), event(3)])
     assert [one.sequence for one in run_watch.so_far(script, RUN, 5.0)] == [1, 2]
+
+
+def test_a_run_waits_only_with_its_last_event() -> None:
+    client: Any = Script()
+    waiting = runs_pb2.RunWaiting(step=1)
+    assert run_watch.waits_now(client, event(2, waiting=waiting))
+    assert not run_watch.waits_now(client, event(1, waiting=waiting))
+    assert not run_watch.waits_now(client, event(2))

@@ -1,0 +1,58 @@
+"""A data analyst over a SQLite database: ``.venv/bin/python examples/sql_analyst/sql_analyst.py
+[question]``, after make_database.py.
+
+The tool ``sales`` of sluice.toml can only read: the database is opened read-only, and one SELECT
+is all that it takes. The typed answer follows a JSON schema.
+"""
+
+import json
+import os
+import sys
+import uuid
+from pathlib import Path
+
+import grpc
+
+from sluice.scheduler.v1 import runs_pb2, scheduler_pb2_grpc
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"answer": {"type": "string", "maxLength": 200}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
+TASK = (
+    "The table orders has the columns product, amount and ordered_on."
+    " A query is for example: SELECT product, SUM(amount) FROM orders GROUP BY product."
+    " Query the database, then answer. "
+)
+
+address = os.environ.get("SLUICE_ADDRESS", "localhost:8080")
+key = Path(os.environ.get("SLUICE_KEY_FILE", ".sluice/api-key")).read_text().strip()
+question = sys.argv[1] if len(sys.argv) > 1 else "How much did we sell of each product?"
+
+request = runs_pb2.RunAgentRequest(
+    task=TASK + question,
+    tools=["sales"],
+    tool_choice=runs_pb2.TOOL_CHOICE_EACH,
+    answer_schema_json=json.dumps(SCHEMA),
+    request_id=str(uuid.uuid4()),
+)
+request.budget.steps_max = 8
+
+with grpc.insecure_channel(address) as channel:
+    stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+    try:
+        calls = stub.RunAgent(request, metadata=(("authorization", f"Bearer {key}"),), timeout=600)
+        for message in calls:
+            event = message.event
+            if event.HasField("tool_call_started"):
+                print(f"sales {event.tool_call_started.call.arguments_json}")
+            elif event.HasField("tool_call_ended"):
+                ended = event.tool_call_ended
+                print(f"-> {ended.result_json or ended.status.message}")
+            elif event.HasField("ended"):
+                ended_with = event.ended
+                print(ended_with.answer or ended_with.status.message)
+    except grpc.RpcError as error:
+        sys.exit(f"{error.code().name}: {error.details()}")

@@ -1,0 +1,186 @@
+"""`sluice agent`, `docs`, `sessions`, `chat --session`, `tools` against a mesh of real processes.
+
+Goal: a person can start, follow, find, decide and end runs, keep documents and conversations, and
+register tools, from the shell; output is readable or JSON, and the exit status says what became of
+it. Method: one mesh, in which the model's replies are scripted; commands run as processes.
+Oracle: exit status and output. No seed: nothing is random.
+
+Seen to fail on mutants: `cli_agent._end` returning 0 always, `cli_agent._waiting_step` returning 1,
+`SessionChat._turn` printing the answer a second time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.hermetic.agent_mesh import sluice
+from tests.hermetic.mesh import Mesh
+
+
+@pytest.fixture
+def running(shared_agent_mesh: Mesh) -> Mesh:
+    return shared_agent_mesh
+
+
+def test_a_run_tells_its_steps_and_prints_its_answer(running: Mesh) -> None:
+    done = sluice(running, "agent", "run", "Six times seven?", "--tool", "calculator")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "It is 42.\n"
+    assert 'calculator {"expression": "6*7"}' in done.stderr
+    assert '-> {"result": 42}' in done.stderr
+    assert "step 1: model call," in done.stderr
+    run_id = done.stderr.split()[1]
+    watched = sluice(running, "agent", "watch", run_id)
+    assert (watched.returncode, watched.stdout, watched.stderr) == (0, done.stdout, done.stderr)
+    listed = sluice(running, "agent", "list")
+    assert run_id in listed.stdout and "succeeded" in listed.stdout
+    shown = sluice(running, "agent", "show", run_id)
+    assert "succeeded; " in shown.stdout and "It is 42." in shown.stdout
+    as_json = json.loads(sluice(running, "agent", "show", run_id, "--json").stdout)
+    assert (as_json["state"], as_json["tool_calls"]) == ("RUN_STATE_SUCCEEDED", 1)
+
+
+def test_events_are_json_one_a_line(running: Mesh) -> None:
+    done = sluice(running, "agent", "run", "Six times seven?", "--tool", "calculator", "--json")
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert "queued" in events[0] and events[-1]["ended"]["answer"] == "It is 42."
+
+
+def test_a_run_in_the_background_is_found_again(running: Mesh) -> None:
+    task = ("agent", "run", "-", "--tool", "calculator", "--background")
+    done = sluice(running, *task, text="Six times seven?")
+    assert done.returncode == 0, done.stderr
+    run_id = done.stdout.strip()
+    assert sluice(running, "agent", "watch", run_id).stdout == "It is 42.\n"
+
+
+def test_a_call_that_needs_approval_waits_and_goes_on_when_it_is_decided(running: Mesh) -> None:
+    done = sluice(running, "agent", "run", "Open a ticket.", "--tool", "desk")
+    assert done.returncode == 7, done.stderr
+    run_id = done.stderr.split()[1]
+    assert "needs approval" in done.stderr
+    assert f"sluice agent approve {run_id} --step" in done.stderr
+    assert "waiting" in sluice(running, "agent", "list", "--state", "waiting").stdout
+    assert sluice(running, "agent", "approve", run_id).returncode == 0
+    after = sluice(running, "agent", "watch", run_id, "--from", "4")
+    assert (after.returncode, after.stdout) == (0, "It is open.\n"), after.stderr
+    again = sluice(running, "agent", "approve", run_id)
+    assert again.returncode == 4, again.stderr
+
+
+def test_a_result_can_be_supplied_and_a_call_skipped(running: Mesh) -> None:
+    for decide in (("supply", '{"number": 9}'), ("skip",)):
+        done = sluice(running, "agent", "run", "Open a ticket.", "--tool", "desk")
+        run_id = done.stderr.split()[1]
+        word, *rest = decide
+        assert sluice(running, "agent", word, run_id, *rest).returncode == 0
+        after = sluice(running, "agent", "watch", run_id, "--from", "4")
+        assert (after.returncode, after.stdout) == (0, "It is open.\n"), after.stderr
+    wrong = sluice(running, "agent", "supply", run_id, "no JSON")
+    assert wrong.returncode == 2
+
+
+def test_a_run_that_waits_can_be_cancelled(running: Mesh) -> None:
+    done = sluice(running, "agent", "run", "Open a ticket.", "--tool", "desk")
+    run_id = done.stderr.split()[1]
+    assert sluice(running, "agent", "cancel", run_id).returncode == 0
+    after = sluice(running, "agent", "watch", run_id, "--from", "4")
+    assert after.returncode == 1
+    assert "cancelled" in after.stderr
+
+
+def test_a_budget_that_is_used_up_ends_the_run_with_its_reason(running: Mesh) -> None:
+    task = ("agent", "run", "Too much", "--tool", "calculator")
+    done = sluice(running, *task, "--budget-steps", "3", "--budget-time", "1m")
+    assert done.returncode not in (0, 7)
+    assert "BUDGET" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "word"),
+    [
+        (("run", "x", "--tool", "nothing"), 4, "TOOL_NOT_ALLOWED"),
+        (("run", "x", "--choice", "always"), 2, "auto, required, each"),
+        (("run", "x", "--budget-time", "soon"), 2, "--budget-time"),
+        (("watch", "6f0c9f3e-0000-4000-8000-000000000001"), 4, "NOT_FOUND"),
+        (("cancel", "6f0c9f3e-0000-4000-8000-000000000001"), 4, "NOT_FOUND"),
+        (("list", "--state", "lost"), 2, "queued, running"),
+    ],
+)
+def test_a_refusal_is_a_line_and_a_status(
+    running: Mesh, arguments: tuple[str, ...], status: int, word: str
+) -> None:
+    done = sluice(running, "agent", *arguments)
+    assert done.returncode == status, done.stderr
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_tools_of_a_key_are_listed(running: Mesh) -> None:
+    done = sluice(running, "agent", "tools")
+    assert done.returncode == 0, done.stderr
+    for name in ("calculator", "clock", "handbook", "sales", "tickets__find_tickets"):
+        (line,) = [one for one in done.stdout.splitlines() if one.startswith(f"{name} ")]
+        assert " yes " in line, line
+
+
+def test_documents_are_added_found_and_deleted(running: Mesh, tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "one.md").write_text("# Kettles\n\nA kettle boils water.\n")
+    (tmp_path / "deep" / "two.txt").write_text("A zebra has stripes.\n")
+    added = sluice(running, "docs", "add", "things", str(tmp_path), "--label", "kind=test")
+    assert added.returncode == 0, added.stderr
+    assert "one.md: 1 chunks" in added.stdout
+    listed = sluice(running, "docs", "list", "things")
+    assert "deep/two.txt" in listed.stdout and "kind=test" in listed.stdout
+    found = sluice(running, "docs", "search", "things", "stripes of a zebra", "--top-k", "1")
+    assert found.returncode == 0, found.stderr
+    assert "deep/two.txt" in found.stdout and "A zebra has stripes." in found.stdout
+    (hit,) = json.loads(
+        sluice(running, "docs", "search", "things", "zebra", "--top-k", "1", "--json").stdout
+    )
+    assert hit["document_id"] == "deep/two.txt"
+    assert sluice(running, "docs", "rm", "things", "deep/two.txt").returncode == 0
+    assert "two.txt" not in sluice(running, "docs", "search", "things", "zebra").stdout
+    assert sluice(running, "docs", "rm", "things", "deep/two.txt").returncode == 4
+
+
+def test_a_conversation_is_kept_and_continued(running: Mesh) -> None:
+    first = sluice(running, "chat", "--session", text="Good morning\n")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == "Good morning to you.\n"
+    session = first.stderr.split()[1]
+    second = sluice(running, "chat", "--session", session, text="And good night\n")
+    assert second.stdout == "Good night.\n", second.stderr
+    assert "user: Good morning" in second.stderr
+    assert "assistant: Good morning to you." in second.stderr
+    shown = sluice(running, "sessions", "show", session)
+    assert [line.split(":")[0] for line in shown.stdout.splitlines()] == ["user", "assistant"] * 2
+    assert session in sluice(running, "sessions", "list").stdout
+    assert sluice(running, "sessions", "rm", session).returncode == 0
+    assert "NOT_FOUND" in sluice(running, "sessions", "show", session).stderr
+
+
+def test_a_tool_is_registered_for_a_tenant_and_deleted(running: Mesh, tmp_path: Path) -> None:
+    file = tmp_path / "look.toml"
+    file.write_text(
+        'name = "look"\ndescription = "Looks things up."\neffect = "read"\n'
+        'retrieval = { collection = "things" }\n'
+    )
+    added = sluice(running, "tools", "add", "dev", str(file))
+    assert added.returncode == 0, added.stderr
+    assert "sluice tenants set dev" in added.stdout and "--tool look" in added.stdout
+    listed = sluice(running, "tools", "list", "dev").stdout
+    assert "look" in listed and "retrieval" in listed and "no" in listed
+    file.write_text('name = "look"\ncolour = "red"\n')
+    assert "colour" in sluice(running, "tools", "add", "dev", str(file)).stderr
+    file.write_text(
+        'name = "look"\ndescription = "x"\neffect = "read"\nsql = { url = "sqlite:///x.db" }\n'
+    )
+    refused = sluice(running, "tools", "add", "dev", str(file))
+    assert refused.returncode == 4, refused.stderr
+    assert sluice(running, "tools", "rm", "dev", "look").returncode == 0
+    assert sluice(running, "tools", "rm", "dev", "look").returncode == 4
