@@ -101,7 +101,8 @@ class _Call:
             return False
         request = runs_pb2.GetRunRequest(run_id=self._request.run_id)
         run = self._client.call("GetRun", request).run
-        return run.HasField("end_time") and run.last_sequence < self._request.from_sequence
+        ended: bool = run.HasField("end_time")
+        return ended and run.last_sequence < self._request.from_sequence
 
     @property
     def can_go_on(self) -> bool:
