@@ -92,8 +92,18 @@ class ValkeyLink:
         self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
     ) -> Any:
         """Runs one script over keys of one hash tag. Raises StoreUnavailableError."""
-        replies = await self.scripts(script, [(keys, arguments)])
-        return replies[0]
+        # Not a pipeline of one: that costs a third more of this process's time.
+        command = ("EVALSHA", script.sha, len(keys), *keys, *arguments)
+
+        async def run(client: Redis) -> Any:
+            execute: Any = client.execute_command  # without types
+            try:
+                return await execute(*command)
+            except NoScriptError:
+                await client.script_load(script.text)
+                return await execute(*command)
+
+        return await self.run(run)
 
     async def scripts(
         self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]
