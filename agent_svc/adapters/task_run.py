@@ -26,7 +26,9 @@ from agent_svc.domain.ending import (
     Pause,
     Rules,
     after_refusal,
+    cancelled,
     failed,
+    out_of_time,
     run_too_long,
 )
 from agent_svc.domain.history import request_id
@@ -118,8 +120,8 @@ class TaskRun:
             sessions = self._world.sessions
             self._history = await sessions.messages(claimed.lease.tenant, claimed.session_id)
         while True:
-            if self._work.tools:
-                self._infos = await self._world.tools.infos()
+            if (left := await self._resolve_tools()) is not None:
+                return await self._leave(left)
             task = self._task(self._infos)
             action = next_action(
                 task,
@@ -153,6 +155,24 @@ class TaskRun:
                     await self._call_tools(action)
                 case _:
                     assert_never(action)
+
+    async def _resolve_tools(self) -> Pause | Finish | None:
+        """Looks the tools up; what follows when that cannot be done now. A run does not go on
+        without a tool that it was granted, but it ends all the same."""
+        if not self._work.tools:
+            return None
+        try:
+            self._infos = await self._world.tools.infos()
+        except SluiceError as error:
+            journal = self._journal
+            now_s = journal.now_s()
+            if self._held.cancelled:
+                return cancelled(journal.bounds, journal.history)
+            if journal.bounds.left_s(journal.history, now_s) <= 0:
+                return out_of_time(journal.bounds, journal.history, now_s)
+            rules = self._manner.rules
+            return after_refusal(journal.bounds, journal.history, error, now_s, rules=rules)
+        return None
 
     def _task(self, infos: Sequence[ToolInfo]) -> Task:
         work = self._work

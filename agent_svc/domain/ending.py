@@ -23,6 +23,8 @@ from sluice.errors import Code, SluiceError
 PAUSE_MIN_S = 0.5
 PAUSE_MAX_S = 30.0
 _DOUBLINGS_MAX = 10
+TOOL_TRIES_MAX = 10
+"""Pauses in a row for a tool that is declared and cannot be had: about two minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +141,11 @@ def after_refusal(
         same += 1
     if error.code in _FAULTS and same + 1 >= rules.failures_max:
         return failed(bounds, history, error)
+    no_tool = error.reason == "TOOL_UNAVAILABLE"
+    if no_tool and same + 1 >= TOOL_TRIES_MAX:
+        return failed(bounds, history, error)
     delay_s = error.retry_after_s
-    if delay_s is None:
+    if delay_s is None or no_tool:
         doubled = min(len(history.pauses) + tries, _DOUBLINGS_MAX)
         delay_s = min(PAUSE_MIN_S * 2.0**doubled, PAUSE_MAX_S) * (0.75 + spread / 2)
     # Not beyond the run's wall time, which then ends it with its own reason.

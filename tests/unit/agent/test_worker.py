@@ -7,7 +7,7 @@ tools by idempotency key, and when things happened. No seed: every schedule is s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import wraps
 
@@ -24,13 +24,14 @@ from agent_svc.domain.model import (
     Paused,
     Progress,
     Resumed,
+    ToolInfo,
     Waiting,
 )
 from agent_svc.ports import ToolError
 from agent_svc.run_ports import DocumentContent, IngestSpec, Phase, Spec
 from sluice.clock import run_virtual
 from sluice.errors import Code, SluiceError, exhausted, unavailable
-from tests.unit.agent.world import WIDE, Run, World, answer, calls
+from tests.unit.agent.world import TOOLS, WIDE, Run, ScriptedTools, World, answer, calls
 
 
 def virtual(test: Callable[[World], Awaitable[None]]) -> Callable[[], None]:
@@ -342,6 +343,52 @@ async def test_a_prompt_that_is_too_long_is_asked_with_less_of_the_history(world
     assert isinstance(step, ModelStep)
     assert step.messages_left_out > 20
     assert world.script.prompts[-1].messages[-1].content == "Do it."
+
+
+class Absent(ScriptedTools):
+    """Tools that are declared and cannot be had until a time."""
+
+    def __init__(self, world: World, until: float) -> None:
+        super().__init__(world.script, tuple(TOOLS))
+        self._clock, self._until = world.clock, until
+
+    async def infos(self) -> Sequence[ToolInfo]:
+        if self._clock() < self._until:
+            raise unavailable("TOOL_UNAVAILABLE", "The tool cannot be had now.", 1.0)
+        return await super().infos()
+
+
+@virtual
+async def test_a_run_waits_for_a_tool_that_cannot_be_had_yet(world: World) -> None:
+    world.script.replies = list(TWO_STEPS)
+    absent = Absent(world, world.clock() + 20)
+    world.tools = lambda *_: absent
+    run = world.run()
+    world.agent()
+    await world.until_ended(run)
+    assert end(run).answer == "done"
+    assert names(run)[1] == "Paused"
+    (step,) = (event for event in run.events if isinstance(event.kind, ModelStep))
+    assert step.time_s - run.create_s > 20
+
+
+@virtual
+async def test_a_run_whose_tool_never_comes_says_so_and_can_be_cancelled(world: World) -> None:
+    absent = Absent(world, float("inf"))
+    world.tools = lambda *_: absent
+    never, short, ended = (
+        world.run("r1"),
+        world.run("r2", budget=replace(WIDE, wall_time_s=10.0)),
+        world.run("r3"),
+    )
+    world.agent()
+    await asyncio.sleep(5)
+    world.state.cancel(ended)
+    assert await world.until(lambda: ended.phase is Phase.CANCELLED) < 1.0
+    await world.until_ended(never, short)
+    assert end_reason(short) == "BUDGET_WALL_TIME"
+    assert end_reason(never) == "TOOL_UNAVAILABLE"
+    assert 60 < never.events[-1].time_s - never.create_s < 180
 
 
 # --- Cancels ------------------------------------------------------------------------------------
