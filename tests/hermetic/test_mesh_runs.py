@@ -18,6 +18,7 @@ from typing import Any
 import grpc.aio
 import pytest
 import pytest_asyncio
+from google.protobuf import json_format
 
 from sluice.agent.v1 import tools_pb2
 from sluice.common.v1 import input_pb2, sampling_pb2
@@ -164,6 +165,34 @@ async def test_the_same_over_http_one_event_a_line(client: MeshClient) -> None:
     assert missing.json()["details"][0]["reason"] == "RUN_UNKNOWN"
     page = (await client.http.get("/v1/runs?page_size=1")).json()
     assert len(page["runs"]) == 1 and page["next_page_token"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "reason", "field"),
+    [
+        ({"task": "x", "request_id": "no"}, 400, "INVALID_FIELD", "request_id"),
+        ({"task": "x", "budget": {"steps_max": 0}}, 400, "INVALID_FIELD", "budget.steps_max"),
+        ({"task": "x", "tools": ["other"]}, 403, "TOOL_NOT_ALLOWED", ""),
+        ({"task": "x", "model": "other"}, 404, "MODEL_UNKNOWN", ""),
+        ({"task": "x", "session_id": fresh()}, 404, "SESSION_UNKNOWN", ""),
+    ],
+)
+async def test_a_run_is_refused_alike_over_grpc_and_http(
+    client: MeshClient, body: dict[str, Any], status: int, reason: str, field: str
+) -> None:
+    answer = await client.http.post("/v1/runs", json=body)
+    told = answer.json()
+    assert (answer.status_code, told["details"][0]["reason"]) == (status, reason)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await events(client, "RunAgent", json_format.ParseDict(body, RUN()))
+    error = from_rpc_error(caught.value)
+    assert (error.code.value, error.reason, error.message) == (
+        told["code"],
+        reason,
+        told["message"],
+    )
+    fields = [one["field"] for each in told["details"] for one in each.get("field_violations", ())]
+    assert fields == [one.field for one in error.fields] == ([field] if field else [])
 
 
 async def test_a_cancelled_run_stops_its_engine(running: Mesh, client: MeshClient) -> None:
