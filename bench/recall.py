@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("--port-offset", type=int, default=7400)
     arguments = parser.parse_args()
     questions, passages = load(arguments.dataset)
-    config = ROOT / "bench" / "recall.toml"
+    config = ROOT / "bench" / "profiles" / "recall.toml"
     with (
         tempfile.TemporaryDirectory() as scratch,
         mesh(

@@ -141,6 +141,7 @@ POISONED = _gauge("sluice.poisoned", "{input}", "Inputs by what they are known f
 MOVES = _counter(
     "sluice.moves", "{request}", "Requests that went on later or elsewhere, by cause.", "cause"
 )
+INDEX_BYTES = _gauge("sluice.index.bytes", "By", "Memory of the search indexes of this process.")
 LIMIT_HITS = _counter("sluice.limit.hits", "{hit}", "How often a named bound was hit.", "limit")
 QUEUE_TIME = _histogram("sluice.queue.time", "s", "Time in the queue.", _SECONDS, "class")
 TTFT = _histogram(

@@ -10,6 +10,7 @@ from typing import Final
 from google.protobuf.descriptor import FileDescriptor
 
 from sluice import logs
+from sluice import telemetry_names as names
 from sluice.config import ConfigError, config_path, load
 from sluice.deadline import MethodDeadline
 from sluice.mesh_config import MeshSettings
@@ -149,6 +150,15 @@ class Parts:
         for name in SERVICES:
             server.add_service(name)
 
+    def export(self, telemetry: Telemetry) -> None:
+        """What is read of them for metrics."""
+        index = self.index
+        telemetry.gauge(names.INDEX_BYTES, lambda: index.used_bytes)
+        telemetry.counter(
+            names.LIMIT_HITS,
+            lambda: [(hits, {"limit": limit}) for limit, hits in list(index.limit_hits.items())],
+        )
+
     async def run(self) -> None:
         """Runs every task until cancelled; one that fails ends the process."""
         async with asyncio.TaskGroup() as group:
@@ -211,6 +221,7 @@ async def serve() -> int:
         "state", [config.bind], health, deadlines=deadlines(config), telemetry=telemetry
     )
     parts.add_to(server)
+    parts.export(telemetry)
     await server.start()
     async with asyncio.TaskGroup() as group:
         running = group.create_task(parts.run())

@@ -16,7 +16,7 @@ it.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -79,7 +79,8 @@ class MatrixIndex:
     """A :class:`state_svc.ports_documents.SearchIndex`."""
 
     def __init__(self, source: ChunkSource, limits: IndexLimits | None = None) -> None:
-        self.evicted = 0  # indexes dropped for room
+        self.limit_hits: Counter[str] = Counter()  # by the bound's name
+        self.used_bytes = 0  # as of the last change
         self._source = source
         self._limits = limits or IndexLimits()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
@@ -99,6 +100,7 @@ class MatrixIndex:
     ) -> Sequence[Match]:
         """See :class:`state_svc.ports_documents.SearchIndex`."""
         if self._running >= self._limits.searches_max:
+            self.limit_hits["searches_max"] += 1
             raise SearchBusyError
         self._running += 1
         try:
@@ -173,6 +175,7 @@ class MatrixIndex:
         head = await self._source.head(*key)
         needed = 0 if head is None else head.size_bytes
         if needed > self._limits.bytes_max:
+            self.limit_hits["index_bytes_max"] += 1
             raise IndexTooLargeError
         self._trim(key, needed)
 
@@ -180,10 +183,11 @@ class MatrixIndex:
         """Drops indexes, the longest unused first, until ``needed`` bytes more have room."""
         for key in [key for key in self._entries if key != kept]:
             if self.size_bytes + needed <= self._limits.bytes_max:
-                return
+                break
             del self._entries[key]
-            self.evicted += 1
+            self.limit_hits["index_bytes_max"] += 1
             log.info("a search index was dropped for room", indexes=len(self._entries))
+        self.used_bytes = self.size_bytes
 
     async def _follow(self, key: Key, entry: _Entry, index: CollectionIndex) -> CollectionIndex:
         """The index after what changed since its version. A document that changes again while it
@@ -212,47 +216,56 @@ class MatrixIndex:
     ) -> tuple[CollectionIndex, set[int]]:
         """The index at the version of ``changed``, and the generations that it may lack: they were
         not live any more when they were read."""
-        have, told = index.generations(), set(changed.generations)
-        # A generation goes live once and away once: one that we have and hear of again is gone.
-        gone = have - told if changed.everything else have & told
-        new = sorted(told - have)
+        gone, new = await _in(self._builders, partial(_difference, index, changed))
         live = await self._source.live(*key, new)
         missing = set(new) - live.keys()
         entry.rows_wanted += sum(document.chunk_count for document in live.values())
         added: list[Segment] = []
         for some in _batches(live):
-            read = await self._read(key, entry, some, changed.dims)
-            missing |= {document.generation for document in some} - {d.generation for d, _ in read}
-            if any(records for _, records in read):
-                added.append(await _in(self._builders, partial(build, read, changed.dims)))
+            records = await self._read(key, entry, some)
+            built, left_out = await _in(
+                self._builders, partial(_built, some, records, changed.dims)
+            )
+            missing |= left_out
+            added += [] if built is None else [built]
         step = partial(index.changed, changed.version, changed.dims, gone, added)
-        following = await _in(self._builders, step)
-        return following, missing
+        return await _in(self._builders, step), missing
 
     async def _read(
-        self, key: Key, entry: _Entry, documents: Sequence[LiveDocument], dims: int
-    ) -> list[tuple[LiveDocument, list[bytes]]]:
-        """The documents whose records are all there, with their records."""
+        self, key: Key, entry: _Entry, documents: Sequence[LiveDocument]
+    ) -> Mapping[int, Sequence[bytes | None]]:
+        """The records of each document's chunks, in their order."""
         found: dict[int, list[bytes | None]] = {d.generation: [] for d in documents}
         for ranges in _ranges(documents):
             pieces = await self._source.records(key[0], ranges)
             for (generation, _, _), records in zip(ranges, pieces, strict=True):
                 found[generation] += records
                 entry.rows_read += len(records)
-        whole = []
-        for document in documents:
-            records = _there(found[document.generation])
-            if len(records) != document.chunk_count:
-                continue
-            if all(is_record(record, dims) for record in records):
-                whole.append((document, records))
-            else:  # not ours: what is of us stays searchable
-                log.error("stored chunks cannot be read", generation=document.generation)
-        return whole
+        return found
 
 
-def _there(records: Sequence[bytes | None]) -> list[bytes]:
-    return [record for record in records if record is not None]
+def _difference(index: CollectionIndex, changed: Changed) -> tuple[set[int], list[int]]:
+    """The generations that have gone, and those that may have come."""
+    have, told = index.generations(), set(changed.generations)
+    # A generation goes live once and away once: one that we have and hear of again is gone.
+    gone = have - told if changed.everything else have & told
+    return set(gone), sorted(told - have)
+
+
+def _built(
+    documents: Sequence[LiveDocument], found: Mapping[int, Sequence[bytes | None]], dims: int
+) -> tuple[Segment | None, set[int]]:
+    """A segment of the documents whose records are all there, and the generations left out."""
+    whole, left_out = [], set()
+    for document in documents:
+        records = [record for record in found[document.generation] if record is not None]
+        if len(records) == document.chunk_count and all(is_record(one, dims) for one in records):
+            whole.append((document, records))
+            continue
+        left_out.add(document.generation)
+        if len(records) == document.chunk_count:  # not ours: what is of us stays searchable
+            log.error("stored chunks cannot be read", generation=document.generation)
+    return build(whole, dims) if any(records for _, records in whole) else None, left_out
 
 
 async def _in(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:

@@ -219,7 +219,8 @@ async def test_memory_is_bounded_and_the_longest_unused_goes() -> None:
     for name in ("c", "d", "c", "e"):
         assert await found(index, "w1", to=name)
     assert index.size_bytes <= 2 * one.size_bytes
-    assert index.evicted >= 1
+    assert index.limit_hits["index_bytes_max"] >= 1
+    assert index.used_bytes == index.size_bytes
     assert await found(index, "w1", to="d")  # it is read again
     small = MatrixIndex(store, IndexLimits(bytes_max=one.size_bytes - 1))
     with pytest.raises(IndexTooLargeError):
@@ -236,6 +237,7 @@ def test_searches_beyond_the_bound_are_refused() -> None:
         await asyncio.sleep(0.1)
         with pytest.raises(SearchBusyError):
             await found(index, "red")
+        assert index.limit_hits["searches_max"] == 1
         assert await asyncio.gather(*two) == [["x"], ["x"]]
         assert await found(index, "red") == ["x"]
 
