@@ -77,8 +77,9 @@ class Journal:
         await self._store(Phase.WAITING, waiting_step=step)
 
     async def pause(self, action: Pause) -> None:
-        """Until a time."""
-        if action.paused is not None:
+        """Until a time. A run that waits for a person gets no event: with its next events the store
+        forgets what was decided."""
+        if action.paused is not None and self.history.waiting is None:
             self.add(action.paused)
         fault_point("agent.before_pause")
         await self._store(Phase.PAUSED, ready_s=action.ready_s)

@@ -373,6 +373,23 @@ async def test_a_run_waits_for_a_tool_that_cannot_be_had_yet(world: World) -> No
 
 
 @virtual
+async def test_a_decision_outlasts_the_absence_of_its_tool(world: World) -> None:
+    world.script.replies = [calls(("sign", {"n": 1})), answer("done")]
+    run = world.run()
+    first = world.agent()
+    await world.until(lambda: run.phase is Phase.WAITING)
+    await first.worker.drain(5.0)
+    await first.crash()
+    absent = Absent(world, world.clock() + 10)
+    world.tools = lambda *_: absent
+    world.state.resume(run, Resumed(2, Decision.RETRY))
+    world.agent()
+    await world.until_ended(run)
+    assert world.script.effects == {"r1:2": 1}
+    assert end(run).answer == "done"
+
+
+@virtual
 async def test_a_run_whose_tool_never_comes_says_so_and_can_be_cancelled(world: World) -> None:
     absent = Absent(world, float("inf"))
     world.tools = lambda *_: absent
