@@ -72,7 +72,8 @@ class RunStore(Protocol):
         3 MiB of them, at least one if there is one."""
 
     async def renew(self, leases: Sequence[Lease], lease_ms: int) -> Sequence[LeaseState]:
-        """Extends leases, from now. One that lapsed and that nobody took is held again."""
+        """Extends leases, from now. One that lapsed and that nobody took is held again, unless the
+        tenant has no room for it among its active runs any more: then it is given back."""
 
     async def append(self, append: Append) -> int:
         """Appends; returns the last sequence number. The same append id as the run's last one

@@ -173,7 +173,11 @@ if op == 'renew' then
     local id, state = ARGV[i], 0
     local phase, token, priority, counted, cancelled = read(id, 'phase', 'token', 'priority', 'counted', 'cancelled')
     if phase == RUNNING and token == tonumber(ARGV[i + 1]) then
-      state = 1
+      local lapsed = counted == 1 and tonumber(call('ZSCORE', line(priority, 1), id) or now) <= now
+      state = lapsed and room() <= 0 and 0 or 1
+      if state == 0 then queue(id, priority, counted, cancelled) end
+    end
+    if state == 1 then
       call('ZADD', line(priority, counted), now + lease, id)
       if counted == 1 then call('ZADD', ACTIVE, now + lease, id) end
     end

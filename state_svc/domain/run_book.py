@@ -11,7 +11,8 @@ Rules:
   back or claimed again, who shows that token owns it, also after the lease's end: nobody else has
   written meanwhile. Everything a holder does is checked against it.
 * **Active.** Runs with ``active_max`` are claimed only while fewer of the tenant hold a living
-  lease. Others (turns of sessions) go first and are not counted.
+  lease; one whose lease lapsed while others took all places is given back by its next renewal.
+  Others (turns of sessions) go first and are not counted.
 * **A cancel is never lost.** It marks the run. A holder hears of it; a run that nobody holds
   becomes ready, uncounted, for somebody to end it; one that is given back later becomes ready at
   once whatever it wanted to wait for.
@@ -244,6 +245,9 @@ class RunBook:
         run = self._runs.get(run_id)
         if run is None or run.phase is not Phase.RUNNING or run.token != token:
             return LeaseState(held=False, cancelled=run is not None and run.cancelled)
+        if run.counted and run.due_ms <= now and self._room(now) <= 0:
+            run.queue(now)  # its place among the active has gone to another
+            return LeaseState(held=False, cancelled=run.cancelled)
         run.due_ms = now + lease_ms
         return LeaseState(held=True, cancelled=run.cancelled)
 

@@ -182,6 +182,21 @@ async def test_a_lease_that_lapsed_is_still_the_holders_until_somebody_claims(
     assert not await stores.claim()
 
 
+async def test_a_lease_that_lapsed_has_no_claim_to_a_place_that_was_taken(stores: Stores) -> None:
+    first = await stores.hold(active_max=1)
+    second = await stores.queue(priority=1, active_max=1)
+    stores.wait(LEASE_MS)
+    (other,) = await stores.claim(1)
+    assert other.run.run_id == second.run_id
+    assert not (await stores.runs.renew([lease_of(first)], LEASE_MS))[0].held
+    with pytest.raises(LeaseLostError):
+        await stores.append(first, b"late")
+    assert not await stores.claim()
+    await stores.end(other)
+    (again,) = await stores.claim()
+    assert again.run.run_id == first.run.run_id
+
+
 async def test_an_append_is_all_or_nothing_and_repeatable(stores: Stores) -> None:
     claimed = await stores.hold()
     append = an_append(claimed, b"two", b"three", summary=b"going")
