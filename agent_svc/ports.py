@@ -138,7 +138,8 @@ class ToolBox(Protocol):
     async def resolve(self, tenant: str, names: Sequence[str]) -> Sequence[Tool]:
         """The tools of these names, in their order; a name of a server or document stands for all
         its tools. One that does not exist (any more) is left out: a call of it is told to the
-        model as unknown."""
+        model as unknown. Raises SluiceError UNAVAILABLE where one exists and cannot be had now
+        (TOOL_UNAVAILABLE), and where the tenant's own cannot be read."""
 
     async def states(self, tenant: str) -> Sequence[ToolStatus]:
         """All tools of the configuration and of the tenant, by name."""

@@ -23,7 +23,7 @@ from agent_svc.domain.authority import grants, owners
 from agent_svc.ports import DescribedSource, Tool, ToolError, ToolSource, ToolStatus
 from sluice import logs, tool_rules
 from sluice.agent.v1.tools_pb2 import ToolDeclaration
-from sluice.errors import SluiceError, invalid
+from sluice.errors import SluiceError, invalid, unavailable
 
 KEPT_S: Final = 3.0
 STALE_S: Final = 300.0
@@ -80,7 +80,7 @@ class Tools:
         self._retired: list[tuple[float, ToolSource]] = []
 
     async def resolve(self, tenant: str, names: Sequence[str]) -> Sequence[Tool]:
-        """See ToolBox. Raises SluiceError where the tenant's own tools cannot be read."""
+        """See ToolBox."""
         entries = [await self._find(tenant, owner) for owner in owners(names)]
         # Together: one server that does not answer must not hold up the others.
         made = await asyncio.gather(*(self._callable(entry) for entry in entries if entry))
@@ -94,10 +94,12 @@ class Tools:
         return [status for one in told for status in one]
 
     async def _callable(self, entry: _Entry) -> Sequence[Tool]:
+        """Raises SluiceError: a run that was given a tool does not go on as if it had none."""
         try:
             return await self._tools_of(entry)
-        except ToolError:
-            return ()
+        except ToolError as error:
+            name = entry.declaration.name
+            raise unavailable("TOOL_UNAVAILABLE", f"Tool {name}: {error.message}") from None
 
     async def _states_of(self, entry: _Entry) -> Sequence[ToolStatus]:
         info, problem = info_from(entry.declaration), entry.problem

@@ -35,6 +35,7 @@ EFFECTS: Final = {
     tools_pb2.TOOL_EFFECT_IDEMPOTENT: Effect.IDEMPOTENT,
 }
 DESCRIBE_AGAIN_S: Final = 60.0  # how old the description of a database's tables may be
+PROBLEM_CHARS_MAX: Final = 200  # of what is wrong with a document, whose words are in it
 MAKE_S: Final = 5.0  # for a description or document to be read
 
 # Makes the source of an MCP declaration; the second argument is the tenant, empty for configured.
@@ -251,7 +252,7 @@ class _OpenApiSource:
         try:
             return await asyncio.to_thread(self._parsed)
         except OpenApiError as error:
-            raise _unavailable(f"The OpenAPI document: {error}") from None
+            raise _unavailable(f"The OpenAPI document: {str(error)[:PROBLEM_CHARS_MAX]}") from None
         except (OSError, UnicodeDecodeError):
             raise _unavailable("The OpenAPI document cannot be read.") from None
         except SluiceError as error:

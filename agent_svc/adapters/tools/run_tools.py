@@ -14,6 +14,7 @@ from agent_svc.domain.authority import grants
 from agent_svc.domain.model import ToolInfo
 from agent_svc.domain.tool_format import check_arguments
 from agent_svc.ports import ToolBox, ToolContext, ToolError, ToolResult
+from sluice.errors import SluiceError
 
 
 class RunTools:
@@ -26,7 +27,8 @@ class RunTools:
         self._box = box
 
     async def infos(self) -> Sequence[ToolInfo]:
-        """What may be called now, in the order of the names."""
+        """What may be called now, in the order of the names. Raises SluiceError UNAVAILABLE, as
+        the resolving does."""
         found = await self._box.resolve(self._tenant, self._names)
         return [tool.info for tool in found if grants(self._names, tool.info.name)]
 
@@ -38,7 +40,11 @@ class RunTools:
         TOOL_UNKNOWN, TOOL_NOT_APPROVED and TOOL_REFUSED before anything was done."""
         if not grants(self._names, name):
             raise ToolError("TOOL_NOT_GRANTED", "The run may not call this tool.", made=False)
-        found = await self._box.resolve(self._tenant, [name])
+        try:
+            found = await self._box.resolve(self._tenant, [name])
+        except SluiceError:
+            message = "The tool cannot be called now."
+            raise ToolError("TOOL_UNAVAILABLE", message, made=False) from None
         tool = next((one for one in found if one.info.name == name), None)
         if tool is None:
             raise ToolError("TOOL_UNKNOWN", "There is no such tool now.", made=False)

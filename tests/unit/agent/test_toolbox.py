@@ -27,7 +27,7 @@ from agent_svc.ports import ChunkFound, ToolContext, ToolError
 from agent_svc.tool_parts import declared
 from sluice.agent.v1.tools_pb2 import TOOL_EFFECT_ONCE, ToolDeclaration
 from sluice.config import ConfigError
-from sluice.errors import SluiceError, unavailable
+from sluice.errors import Code, SluiceError, unavailable
 
 Virtual = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -67,6 +67,15 @@ def box(
 
 async def names(of: Tools, tenant: str, *wanted: str) -> list[str]:
     return [one.info.name for one in await of.resolve(tenant, wanted)]
+
+
+async def problem(of: Tools, tenant: str, name: str) -> str:
+    """Why a tool that is declared cannot be had."""
+    with pytest.raises(SluiceError) as failed:
+        await of.resolve(tenant, [name])
+    assert (failed.value.code, failed.value.reason) == (Code.UNAVAILABLE, "TOOL_UNAVAILABLE")
+    assert failed.value.message.startswith(f"Tool {name}: ")
+    return failed.value.message
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +151,8 @@ async def test_what_the_store_holds_grants_nothing_by_itself(tmp_path: Path) -> 
         ),
     ]
     tools = box([], Store(t=bad), tmp_path)
-    assert await names(tools, "t", *(one.name for one in bad)) == []
+    for one in bad:
+        await problem(tools, "t", one.name)
     states = {one.info.name: one.problem for one in await tools.states("t")}
     assert set(states) == {one.name for one in bad}
     assert "egress.private_allowed" in states["inside"]
@@ -186,7 +196,8 @@ async def test_a_database_shows_its_tables_and_one_that_is_missing_its_problem(
     assert "orders(id INTEGER)" in states["sales"].info.description
     assert states["sales"].problem == ""
     assert states["gone"].problem == "The database cannot be read."
-    assert await names(tools, "t", "sales", "gone") == ["sales"]
+    assert await names(tools, "t", "sales") == ["sales"]
+    assert "cannot be read" in await problem(tools, "t", "gone")
     sqlite3.connect(tmp_path / "gone.db").close()
     assert await names(tools, "t", "sales", "gone") == ["sales", "gone"]
     await tools.close()
@@ -221,7 +232,8 @@ async def test_a_document_gives_a_tool_for_each_operation(tmp_path: Path) -> Non
     assert await names(tools, "t", "pets") == ["pets__listPets", "pets__addPet"]
     assert await names(tools, "t", "pets__addPet") == ["pets__addPet"]
     assert await names(tools, "t", "read", "own") == ["read__listPets", "own__listPets"]
-    assert await names(tools, "t", "elsewhere", "gone", "path") == []
+    for name in ("elsewhere", "gone", "path"):
+        assert "The OpenAPI document" in await problem(tools, "t", name)
     found = await tools.resolve("t", ["pets"])
     assert [one.info.effect for one in found] == [Effect.READ, Effect.ONCE]
     problems = {one.info.name: one.problem for one in await tools.states("t")}
@@ -237,7 +249,8 @@ async def test_a_tool_without_its_secret_is_unavailable_and_says_so() -> None:
         "secretHeaders": {"Authorization": "TOOL_SECRET_A"},
     }
     tools = box([tool("a", http=http, egress={"hosts": ["a.org"]}), tool("b")])
-    assert await names(tools, "t", "a", "b") == ["b"]
+    assert await names(tools, "t", "b") == ["b"]
+    assert "secret" in await problem(tools, "t", "a")
     assert [(one.info.name, one.problem) for one in await tools.states("t")] == [
         ("a", "A secret of the tool is not set."),
         ("b", ""),
@@ -275,3 +288,13 @@ async def test_arguments_are_checked_against_the_schema_at_the_moment_of_the_cal
             await run.call("a", text, context)
         assert (refused.value.reason, refused.value.made) == ("TOOL_REFUSED", False)
         assert "rguments of a" in refused.value.content_json
+
+
+async def test_a_call_of_a_tool_that_went_away_was_not_made(tmp_path: Path) -> None:
+    tools = box([tool("gone", sql={"url": "sqlite:///gone.db"})], root=tmp_path)
+    with pytest.raises(ToolError) as failed:
+        await RunTools("t", "r", ["gone"], tools).call(
+            "gone", '{"sql": "SELECT 1"}', ToolContext("t", "r", "k", 1.0)
+        )
+    assert (failed.value.reason, failed.value.made) == ("TOOL_UNAVAILABLE", False)
+    await tools.close()
