@@ -132,6 +132,10 @@ chaos: $(BASE) $(DEV) protos ## Kill each process at random moments while runs w
 bench-mesh: $(BASE) $(DEV) protos ## Measure the mesh over simulated engines
 	@$(PYTHON) -m bench.mesh $(BENCH_ARGS)
 
+.PHONY: bench-agent
+bench-agent: $(BASE) $(DEV) protos ## Measure runs: overhead per step, 200 at once, take-over, sessions, vector search
+	@$(PYTHON) -m bench.agent $(BENCH_ARGS)
+
 .PHONY: bench-peers
 bench-peers: $(BASE) $(DEV) $(PEERS) protos ## Measure other gateways on the same load
 	@$(PYTHON) -m bench.peers $(BENCH_ARGS)
