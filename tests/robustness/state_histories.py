@@ -1,5 +1,5 @@
-"""Clients that use sessions and runs while the state service and its store are killed and stopped,
-and the histories of what they asked and heard.
+"""Clients that use sessions and runs while two state services and their store are killed and
+stopped, and the histories of what they asked and heard.
 
 ``python -m tests.robustness.state_histories --seconds 60 --seeds 0-4`` runs it for longer and says
 what it found; a test runs it for seconds.
@@ -236,9 +236,12 @@ class Faults:
     """What is done to the processes."""
 
     def __init__(
-        self, service: StateProcess, store: ValkeyProcess, channel: grpc.aio.Channel, seed: int
+        self,
+        services: Sequence[tuple[StateProcess, grpc.aio.Channel]],
+        store: ValkeyProcess,
+        seed: int,
     ) -> None:
-        self._service, self._store, self._channel = service, store, channel
+        self._services, self._store = services, store
         self._rng = random.Random(seed)
 
     async def run(self, until: float, notes: Histories) -> None:
@@ -248,16 +251,19 @@ class Faults:
             name = self._rng.choice(("kill_service", "stop_service", "kill_store", "stop_store"))
             notes.faults.append(name)
             await getattr(self, name)()
-            await until_health(self._channel, health_pb2.HealthCheckResponse.SERVING)
+            for _, channel in self._services:
+                await until_health(channel, health_pb2.HealthCheckResponse.SERVING)
 
     async def kill_service(self) -> None:
-        self._service.kill()
-        self._service.start()
+        service, _ = self._rng.choice(self._services)
+        service.kill()
+        service.start()
 
     async def stop_service(self) -> None:
-        self._service.send(signal.SIGSTOP)
+        service, _ = self._rng.choice(self._services)
+        service.send(signal.SIGSTOP)
         await asyncio.sleep(self._rng.random())
-        self._service.send(signal.SIGCONT)
+        service.send(signal.SIGCONT)
 
     async def kill_store(self) -> None:
         self._store.kill()
@@ -273,15 +279,19 @@ async def histories(seed: int, seconds: float) -> Histories:
     """Runs clients and faults for so long."""
     notes = Histories()
     with valkey(*ALWAYS) as store:
-        async with state_service(store.url) as (service, channel):
-            first = Client("first", channel, seed, notes)
+        async with state_service(store.url) as one, state_service(store.url) as other:
+            services = (one, other)
+            first = Client("first", one[1], seed, notes)
             keys = [await first.a_session() for _ in range(KEYS)]
             for _ in range(KEYS):
                 await first.a_run()
             until = time.monotonic() + seconds
-            clients = [Client(f"c{n}", channel, seed * 100 + n, notes) for n in range(2 * CLIENTS)]
+            clients = [
+                Client(f"c{n}", services[n % 2][1], seed * 100 + n, notes)
+                for n in range(2 * CLIENTS)
+            ]
             async with asyncio.TaskGroup() as group:
-                group.create_task(Faults(service, store, channel, seed).run(until, notes))
+                group.create_task(Faults(services, store, seed).run(until, notes))
                 for client in clients[:CLIENTS]:
                     group.create_task(client.talk(keys, until))
                 for client in clients[CLIENTS:]:

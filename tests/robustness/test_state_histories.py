@@ -2,10 +2,10 @@
 
 Goal: an append is there or not, once, in one order that every reader sees, and only at the version
 that it expected; a run has one owner, and whoever lost it changes nothing. Method: 8 clients of
-sessions and 8 of runs; the state service and its store are killed and stopped at random; a call
-without an answer may have happened or not. Oracle: a search for an order that explains every
-answer (linearizability.py), for every session and run by itself; and that nobody claimed a run
-while a lease of another surely held. Seed: the parameter. For longer:
+sessions and 8 of runs at two state services; these and their store are killed and stopped at
+random; a call without an answer may have happened or not. Oracle: a search for an order that
+explains every answer (linearizability.py), for every session and run by itself; and that nobody
+claimed a run while a lease of another surely held. Seed: the parameter. For longer:
 `python -m tests.robustness.state_histories --seconds 60 --seeds 0-4`.
 
 Seen to fail on the mutants session_version_not_checked, run_history_without_fence,
