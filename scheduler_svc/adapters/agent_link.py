@@ -59,6 +59,11 @@ class AgentLink:
         self._began_s = self._loop.time()
 
     @property
+    def seen(self) -> bool:
+        """Whether an agent service was ever there."""
+        return self._seen_s > float("-inf")
+
+    @property
     def available(self) -> bool:
         """Whether an agent service was there lately."""
         return self._loop.time() - self._seen_s < GRACE_S

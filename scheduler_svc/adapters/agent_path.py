@@ -82,9 +82,10 @@ class AgentPath:
         """Counts what was said in the end."""
         self.verdicts[verdict.path, verdict.reason] += 1
 
-    def refusal(self, verdict: Verdict) -> SluiceError:
-        """What a request that was refused by ``verdict`` is told."""
-        return self._gate.refusal(verdict)
+    def refusal(self, verdict: Verdict, *, away: bool = False) -> SluiceError:
+        """What a request that was refused by ``verdict`` is told. ``away``: there was an agent
+        service before."""
+        return self._gate.refusal(verdict, away=away)
 
     def _read_verdicts(self) -> Iterator[tuple[int, Labels]]:
         for (path, reason), count in list(self.verdicts.items()):

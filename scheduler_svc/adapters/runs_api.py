@@ -100,7 +100,7 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             model = self._parts.catalog.resolve(request.model, caller.tenant)
             if run_request.is_turn(request):
                 if not self._parts.available:
-                    raise self._parts.agents.refusal(_NOT_AVAILABLE)
+                    raise self._refusal(_NOT_AVAILABLE)
                 return await self._create(request, caller, model, GateReason.NOT_ASKED)
             load = self._parts.gate.domain.load_of(model)
             verdict = self._parts.agents.judge(
@@ -117,12 +117,16 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
                     verdict = self._parts.agents.too_many(request, caller.tenant)
             self._parts.agents.count(verdict)
             if verdict.path is Path.REFUSED:
-                raise self._parts.agents.refusal(verdict)
+                raise self._refusal(verdict)
         except SluiceError as refusal:
             reason = "" if verdict is None else verdict.reason.value
             self._parts.serving.refused(caller, None, refusal, reason)
             raise
         return verdict
+
+    def _refusal(self, verdict: Verdict) -> SluiceError:
+        away = self._parts.store is not None and self._parts.link.seen
+        return self._parts.agents.refusal(verdict, away=away)
 
     def _available(self, request: runs_pb2.RunAgentRequest) -> bool:
         """A state service that does not answer now is told as such, unless a direct answer does."""
@@ -274,7 +278,7 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _store(self) -> RunStore:
         if self._parts.store is None:
-            raise self._parts.agents.refusal(_NOT_AVAILABLE)
+            raise self._refusal(_NOT_AVAILABLE)
         return self._parts.store
 
 

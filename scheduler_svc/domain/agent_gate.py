@@ -121,9 +121,18 @@ class AgentGate:
         quota = QuotaViolation(f"tenant:{tenant}", words, "concurrent_runs", runs_max)
         return Verdict(_closed(mode), GateReason.TOO_MANY_RUNS, quota=quota)
 
-    def refusal(self, verdict: Verdict) -> Refusal:
-        """What the client of a refused request is told."""
+    def refusal(self, verdict: Verdict, *, away: bool = False) -> Refusal:
+        """What the client of a refused request is told. ``away``: there was an agent service, so
+        that asking again is worth it."""
         code, message = _REFUSALS[verdict.reason]
+        if verdict.reason is GateReason.NOT_AVAILABLE and away:
+            return Refusal(
+                Outcome.AGENT_REFUSED,
+                code,
+                "no agent service answers now",
+                reason="AGENT_UNREACHABLE",
+                retry_after_s=self._retry_after_s(verdict),
+            )
         if verdict.reason is GateReason.NOT_AVAILABLE:
             return Refusal(Outcome.AGENT_REFUSED, code, message, reason="AGENT_SERVICE_MISSING")
         busy = code is Code.RESOURCE_EXHAUSTED

@@ -89,6 +89,7 @@ class Link:
 
     def __init__(self) -> None:
         self.available = True
+        self.seen = False
         self.nudged: list[tuple[str, str]] = []
         self.known: list[tools_pb2.ToolState] = []
 

@@ -198,6 +198,10 @@ async def test_without_a_right_or_an_agent_service_nothing_is_stored(rig: Rig) -
     assert (error.code, error.reason) == (Code.UNAVAILABLE, "AGENT_SERVICE_MISSING")
     error = await rig.refused("RunAgent", task(session_id=fresh()), "plain")
     assert error.reason == "AGENT_SERVICE_MISSING"
+    rig.link.seen = True
+    error = await rig.refused("RunAgent", task())
+    assert (error.code, error.reason) == (Code.UNAVAILABLE, "AGENT_UNREACHABLE")
+    assert error.retry_after_s is not None, "it was there before"
     assert not rig.runs.runs
     for tenant in ("plain", "a"):
         events = await rig.events("RunAgent", task(mode=AUTO), tenant)
