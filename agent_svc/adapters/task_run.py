@@ -116,7 +116,7 @@ class TaskRun:
         """Works until the run is given back; its end, if it came. Raises SluiceError LEASE_LOST,
         or what the state service refuses."""
         claimed, journal = self._held.claimed, self._journal
-        if claimed.session_id and self._work.turn:
+        if claimed.session_id:
             sessions = self._world.sessions
             self._history = await sessions.messages(claimed.lease.tenant, claimed.session_id)
         while True:

@@ -83,6 +83,7 @@ class Worker:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._claims_over = asyncio.Event()
 
     # --- what others see -------------------------------------------------------------------------
 
@@ -120,10 +121,12 @@ class Worker:
     async def drain(self, grace_s: float) -> None:
         """Hands every run over, at the latest after ``grace_s``."""
         self._draining = True
+        self._wake.set()
         for held in list(self._held.values()):
             held.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, grace_s - CUT_S)):
+                await self._claims_over.wait()  # one under way may bring runs to hand over
                 await self._idle.wait()
         for held in list(self._held.values()):
             held.drain(now=True)
@@ -134,6 +137,12 @@ class Worker:
     # --- claims ----------------------------------------------------------------------------------
 
     async def _keep_claiming(self, group: asyncio.TaskGroup) -> None:
+        try:
+            await self._claim_until_drained(group)
+        finally:
+            self._claims_over.set()
+
+    async def _claim_until_drained(self, group: asyncio.TaskGroup) -> None:
         backoff_s = BACKOFF_MIN_S
         while not self._draining:
             self._wake.clear()

@@ -521,6 +521,19 @@ async def test_an_agent_that_hands_over_ends_its_step_first(world: World) -> Non
 
 
 @virtual
+async def test_what_is_claimed_while_the_agent_ends_is_handed_over(world: World) -> None:
+    first = world.agent()
+    await asyncio.sleep(1)
+    run = world.run()
+    await asyncio.sleep(0.0005)  # the claim is under way
+    await first.worker.drain(20.0)
+    await first.crash()
+    assert run.phase is Phase.QUEUED
+    world.agent()
+    await world.until_ended(run, limit_s=3.0)
+
+
+@virtual
 async def test_a_step_that_outlasts_the_grace_is_cut_and_the_run_given_back_at_once(
     world: World,
 ) -> None:
@@ -640,6 +653,17 @@ async def test_a_turn_reads_its_session_and_appends_both_messages(world: World) 
         Message("assistant", "Hello again."),
     ]
     assert not end(run).agent_not_needed
+
+
+@virtual
+async def test_a_task_with_tools_may_have_a_session_too(world: World) -> None:
+    world.state.sessions["s"] = [Message("user", "Hi"), Message("assistant", "Ho")]
+    world.script.replies = list(TWO_STEPS)
+    run = world.run(session="s")
+    world.agent()
+    await world.until_ended(run)
+    assert "Ho" in " ".join(message.content for message in world.script.prompts[0].messages)
+    assert [message.content for message in world.state.sessions["s"][2:]] == ["Do it.", "done"]
 
 
 @virtual
