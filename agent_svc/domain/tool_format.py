@@ -115,7 +115,8 @@ class Reply:
 def ask(task: Task, events: Sequence[Event], options: Options) -> Ask:
     """The next model call of a run."""
     steps = steps_of(events)
-    if task.turn or not task.tools:
+    called = any(step.message.tool_calls for step in steps)
+    if task.turn or not (task.tools or called):
         return _plain(task, steps, options)
     callable_, may_answer = _allowed(task, steps)
     structured = options.format is Format.STRUCTURED
@@ -177,6 +178,8 @@ def _allowed(task: Task, steps: Sequence[Step]) -> tuple[tuple[ToolInfo, ...], b
     """The tools that may be called now, and whether an answer may come."""
     called = [result.call.name for step in steps for result in step.results]
     tools = tuple(task.tools)
+    if not tools:  # they were there and are not any more
+        return (), True
     if task.choice is Choice.EACH:
         left = tuple(tool for tool in tools if tool.name not in called)
         return left[:1], not left

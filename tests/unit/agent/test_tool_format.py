@@ -449,6 +449,16 @@ def test_without_tools_a_typed_answer_is_asked_for_and_checked() -> None:
     assert read("{", "stop", asked, 1).problem == "The answer is not JSON. Write it as JSON."
 
 
+@pytest.mark.parametrize("choice", list(Choice))
+def test_a_run_whose_tools_are_gone_gives_its_answer(choice: Choice) -> None:
+    history = events(wrote(("search", {"query": "x"})), ended(1, 1, '"found"'))
+    asked = ask(task(tools=(), choice=choice), history, STRUCTURED)
+    assert valid(asked, {"answer": "x"})
+    assert not valid(asked, {"tool": "search", "arguments": {"query": "x"}})
+    assert read('{"answer": "x"}', "stop", asked, 2) == Reply(Message("assistant", "x"))
+    assert ask(task(tools=(), choice=choice), [], STRUCTURED).json_schema == ""
+
+
 # --- native formats ---
 
 WRITTEN = {
