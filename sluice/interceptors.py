@@ -36,6 +36,9 @@ REQUEST_ID_KEY = "x-request-id"
 # A handler answers at its deadline by itself, with what it knows. One that does not is ended this
 # long after it.
 DEADLINE_BACKSTOP_S = 0.5
+# What a write raises whose client left a moment before the handler's task is told so. The library
+# does not publish the class.
+PEER_GONE = "ExecuteBatchError"
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # not subscriptable at run time
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -187,6 +190,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 code = "ABORTED_BY_HANDLER"
                 raise
             except Exception as error:
+                if any(type(leaf).__name__ == PEER_GONE for leaf in _leaves(error)):
+                    code = "CANCELLED"
+                    await _tell_cancelled(call_context)
+                    raise asyncio.CancelledError from None
                 typed = _typed(error, method)
                 code = typed.code.name
                 await _abort(call_context, typed)
