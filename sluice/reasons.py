@@ -186,6 +186,9 @@ ADMIN: Final[Mapping[str, Reason]] = {
         delay=True,
     ),
     "STORE_UNAVAILABLE": _reason(_DOWN, "mesh", "The store does not answer."),
+    "STORE_FULL": _reason(
+        _BUSY, "mesh", "The store's memory is full: it keeps nothing new for now.", delay=True
+    ),
     "TENANT_UNKNOWN": _reason(_NONE, "tenant", "No such tenant."),
     "ALIAS_UNKNOWN": _reason(_NONE, "model", "No such alias."),
     "INSTANCE_UNKNOWN": _reason(_NONE, "instance", "No such instance."),

@@ -20,6 +20,11 @@ class StoreUnavailableError(Exception):
     """The store did not answer in time, or refused the connection. The text is for logs."""
 
 
+class StoreFullError(StoreUnavailableError):
+    """The store's memory is full: it refuses what needs more. Nothing was done; reading and
+    deleting go on."""
+
+
 class QuotaStore(Protocol):
     """Quotas; volatile store. Rules: ``state_svc/domain/quota_book.py``."""
 

@@ -37,8 +37,13 @@ async def ensure_schema(
     """Brings the store to ``version``. Raises SchemaTooNewError, StoreUnavailableError."""
 
     async def run(client: Redis) -> None:
-        await client.set(KEY, version, nx=True)
-        stored = int(text(await client.get(KEY) or str(version)))
+        known = await client.get(KEY)
+        if (
+            known is None
+        ):  # a store whose memory is full takes no write, not even one without effect
+            await client.set(KEY, version, nx=True)
+            known = await client.get(KEY)
+        stored = int(text(known or str(version)))
         if stored > version:
             raise SchemaTooNewError(f"the store is at version {stored}, this release at {version}")
         for number in range(stored, version):

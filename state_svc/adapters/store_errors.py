@@ -32,6 +32,7 @@ from state_svc.ports import (
     NameTakenError,
     ParentMissingError,
     RegistryFullError,
+    StoreFullError,
     StoreUnavailableError,
     VersionConflictError,
 )
@@ -39,6 +40,7 @@ from state_svc.ports import (
 RETRY_AFTER_S: Final = 0.5
 FULL_RETRY_S: Final = 10.0  # runs and sessions end by themselves
 BUSY_RETRY_S: Final = 1.0
+STORE_FULL_RETRY_S: Final = 10.0  # what has a time to live goes, or somebody deletes
 
 
 def store_unavailable() -> SluiceError:
@@ -111,6 +113,10 @@ def store_errors() -> Iterator[None]:
     """Maps what a store raises to what a caller sees."""
     try:
         yield
+    except StoreFullError as error:
+        raise exhausted(
+            "STORE_FULL", "The store's memory is full; nothing was done.", STORE_FULL_RETRY_S
+        ) from error
     except StoreUnavailableError as error:
         raise store_unavailable() from error
     except VersionConflictError as error:

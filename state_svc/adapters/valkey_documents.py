@@ -37,6 +37,7 @@ from state_svc.ports_documents import (
 
 REQUEST_KEPT_S: Final = 86_400
 _SCRIPT: Final = Script("documents.lua")
+_DELETION: Final = Script("documents.lua", frees=True)
 _RANGE: Final = 16  # bytes before a chunk's text: the range that it covers
 _LIVE_AT_ONCE: Final = 256  # entries of up to 17 KiB in one reply
 
@@ -122,7 +123,7 @@ class ValkeyDocuments:
         """See :class:`state_svc.ports_documents.DocumentStore`."""
         arguments = ["delete", _chunks(tenant, ""), document_id, collection]
         keys = _keys(tenant, collection, document_id)
-        reply = await self._link.script(_SCRIPT, keys, arguments)
+        reply = await self._link.script(_DELETION, keys, arguments)
         return bool(reply[0] != b"ABSENT")
 
     async def store(

@@ -21,11 +21,11 @@ from typing import Any, Final, TypeVar
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError
 from redis.maint_notifications import MaintNotificationsConfig
 
 from sluice import logs
-from state_svc.ports import StoreUnavailableError
+from state_svc.ports import StoreFullError, StoreUnavailableError
 
 T = TypeVar("T")
 Argument = str | bytes | int | float
@@ -43,11 +43,13 @@ def text(value: bytes | str) -> str:
 
 
 class Script:
-    """A Lua script of this package, by file names; several are one, in this order."""
+    """A Lua script of this package, by file names; several are one, in this order. ``frees``: it
+    may run in a store whose memory is full, because it makes room; counting down takes none."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, frees: bool = False) -> None:
         folder = resources.files("state_svc.adapters")
-        self.text = "".join((folder / name).read_text(encoding="utf-8") for name in names)
+        text = "".join((folder / name).read_text(encoding="utf-8") for name in names)
+        self.text = f"#!lua flags=allow-oom\n{text}" if frees else text
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -141,6 +143,8 @@ class ValkeyLink:
     def _failing(self) -> Iterator[None]:
         try:
             yield
+        except OutOfMemoryError as error:
+            raise StoreFullError(str(error)) from error
         except (RedisError, OSError, TimeoutError) as error:
             self.failures += 1
             raise StoreUnavailableError(f"{type(error).__name__}: {error}") from error

@@ -30,6 +30,7 @@ from state_svc.ports import (
 log = logs.get(__name__)
 
 _SCRIPT: Final = Script("registry.lua")
+_DELETION: Final = Script("registry.lua", frees=True)
 _UNCHECKED: Final = -1
 # Beside a kind's own keys: what a key or tool needs to exist, what goes with a tenant.
 _RELATED: Final = {
@@ -65,7 +66,8 @@ class ValkeyRegistry:
     async def delete(self, kind: Kind, name: str, *, expected: int | None = None) -> bool:
         """See :class:`state_svc.ports.RegistryStore`."""
         checked = _UNCHECKED if expected is None else expected
-        reply = await self._link.script(_SCRIPT, _keys("delete", kind), ["delete", name, checked])
+        keys = _keys("delete", kind)
+        reply = await self._link.script(_DELETION, keys, ["delete", name, checked])
         if reply[0] == b"ABSENT":
             return False
         _version(reply)

@@ -12,6 +12,7 @@ from state_svc.adapters.valkey_runs import checked
 from state_svc.domain.run_values import SessionLimits, SessionPage, SessionRecord
 
 _SCRIPT: Final = Script("session_rules.lua", "sessions.lua")
+_DELETION: Final = Script("session_rules.lua", "sessions.lua", frees=True)
 _ANY_VERSION: Final = -1
 
 
@@ -81,7 +82,8 @@ class ValkeySessions:
 
     async def _run(self, tenant: str, op: str, *arguments: Argument) -> Sequence[Any]:
         words: list[Argument] = [op, self.clock_ms, 0, *arguments]
-        return checked(await self._link.script(_SCRIPT, [f"sluice:{{{tenant}}}:sessions"], words))
+        script = _DELETION if op == "delete" else _SCRIPT
+        return checked(await self._link.script(script, [f"sluice:{{{tenant}}}:sessions"], words))
 
 
 def _record(session_id: str, fields: Sequence[Any]) -> SessionRecord:

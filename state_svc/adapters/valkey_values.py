@@ -25,6 +25,7 @@ from state_svc.ports import (
 )
 
 _SCRIPT: Final = Script("values.lua")
+_DELETION: Final = Script("values.lua", frees=True)
 _UNCHECKED: Final = -1
 
 
@@ -58,7 +59,7 @@ class ValkeyValues:
         """See :class:`state_svc.ports.KeyValueStore`."""
         checked = _UNCHECKED if expected is None else expected
         arguments: list[Argument] = ["unset", "", "", key, checked]
-        reply = await self._link.script(_SCRIPT, _value_keys(tenant, key), arguments)
+        reply = await self._link.script(_DELETION, _value_keys(tenant, key), arguments)
         return reply[0] != b"ABSENT" and bool(_checked(reply))
 
 
@@ -95,7 +96,7 @@ class ValkeyBlobs:
     async def delete_all(self, tenant: str, owner: str) -> int:
         """See :class:`state_svc.ports.BlobStore`."""
         arguments = ["drop", f"sluice:{{{tenant}}}:blob:", owner]
-        reply = await self._link.script(_SCRIPT, _blob_keys(tenant, owner, ""), arguments)
+        reply = await self._link.script(_DELETION, _blob_keys(tenant, owner, ""), arguments)
         return int(_checked(reply)[1])
 
 

@@ -1,0 +1,92 @@
+"""A store whose memory is full: what needs more is refused by name, the rest goes on.
+
+Goal: reading and deleting work, so that somebody can make room, and nothing is half done. Method:
+a Valkey with 8 MB that refuses writes when they are used up. Oracle: the ports' own words.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+
+import pytest
+
+from sluice.errors import Code, SluiceError
+from state_svc.adapters.schema import ensure_schema
+from state_svc.adapters.store_errors import store_errors
+from state_svc.adapters.valkey_documents import ValkeyDocuments
+from state_svc.adapters.valkey_link import ValkeyLink
+from state_svc.adapters.valkey_registry import ValkeyRegistry
+from state_svc.adapters.valkey_sessions import ValkeySessions
+from state_svc.adapters.valkey_values import ValkeyBlobs, ValkeyValues
+from state_svc.domain.documents import Draft
+from state_svc.ports import Kind, StoreFullError
+from tests.valkey import valkey
+
+LONG_MS = 60_000
+OPTIONS = ("--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
+
+
+@pytest.fixture
+async def link() -> AsyncIterator[ValkeyLink]:
+    with valkey(*OPTIONS) as server:
+        opened = ValkeyLink(server.url)
+        yield opened
+        await opened.close()
+
+
+async def fill(link: ValkeyLink) -> None:
+    """Uses up what is left."""
+    for size in (1 << 20, 1 << 14, 1 << 8):
+        for _ in range(1_000):
+            try:
+                await link.run(
+                    lambda client, size=size: client.set(f"x:{uuid.uuid4()}", bytes(size))  # type: ignore[misc]
+                )
+            except StoreFullError:
+                break
+
+
+async def test_what_needs_no_memory_goes_on_and_the_rest_is_refused_by_name(
+    link: ValkeyLink,
+) -> None:
+    documents, values, blobs = ValkeyDocuments(link), ValkeyValues(link), ValkeyBlobs(link)
+    registry, sessions = ValkeyRegistry(link), ValkeySessions(link)
+    await ensure_schema(link)
+    draft = Draft(b"text", "text/plain", {}, "d")
+    await documents.put("a", "c", "x", draft, "r")
+    await values.put("a", "k", b"1", LONG_MS)
+    await blobs.put("a", "run", "b", b"1", LONG_MS)
+    await registry.put(Kind.TENANTS, "a", b"")
+    await registry.put(Kind.TOOLS, "a/t", b"")
+    session_id = str(uuid.uuid4())
+    await sessions.create("a", session_id, str(uuid.uuid4()), LONG_MS, [])
+    await fill(link)
+
+    with pytest.raises(StoreFullError):
+        await documents.put("a", "c", "x", draft, "r2")
+    with pytest.raises(StoreFullError):
+        await values.put("a", "k", b"2", LONG_MS)
+    with pytest.raises(StoreFullError):
+        await registry.put(Kind.TOOLS, "a/u", b"")
+    with pytest.raises(SluiceError) as raised, store_errors():
+        await blobs.put("a", "run", "b", b"2", LONG_MS)
+    assert (raised.value.code, raised.value.reason) == (Code.RESOURCE_EXHAUSTED, "STORE_FULL")
+    assert raised.value.retry_after_s
+
+    found = await values.get("a", "k")
+    assert found is not None
+    assert found.value == b"1"
+    assert await documents.get("a", "c", "x") is not None
+    assert list(await registry.children(Kind.TOOLS, "a")) == ["t"]
+    await ensure_schema(link)  # a service that starts now is up
+
+    assert await documents.delete("a", "c", "x")
+    assert await values.delete("a", "k")
+    assert await blobs.delete_all("a", "run") == 1
+    await sessions.delete("a", session_id)
+    assert await registry.delete(Kind.TENANTS, "a")
+    assert await registry.children(Kind.TOOLS, "a") == {}
+
+    await link.run(lambda client: client.flushdb())
+    await values.put("a", "k", b"2", LONG_MS)
