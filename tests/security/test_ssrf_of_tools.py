@@ -313,3 +313,12 @@ async def test_numbers_that_are_none_and_broken_json_are_told_as_text() -> None:
         async with allowed({"/": fixed(body)}) as (tools, _):
             (tool,) = await tools.resolve("t", ["x"])
             assert json.loads((await tool.call({}, CONTEXT)).content_json)["body"] == told
+
+
+async def test_an_argument_that_is_null_is_left_out_of_the_query() -> None:
+    schema = {"type": "object", "properties": {"a": {}, "b": {}}}
+    async with allowed({"/": fixed()}, parametersJson=json.dumps(schema)) as (tools, server):
+        (tool,) = await tools.resolve("t", ["x"])
+        await tool.call({"a": None, "b": [1, "x&y"]}, CONTEXT)
+        assert server.asked[0].target == "/?b=1&b=x%26y"
+        assert (await fail(tools, {"a": {"no": "scalar"}})).reason == "TOOL_REFUSED"

@@ -105,6 +105,8 @@ _FUNCTIONS: Final = {
         *(("abs", abs), ("max", max), ("min", min), ("round", _round)),
     )
 }
+# As people and models write it.
+_SIGNS: Final = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**"})
 _NAMES: Final = {"pi": math.pi, "e": math.e}
 _NODES: Final = (ast.Expr, ast.UnaryOp, ast.BinOp, ast.Compare, ast.Call, ast.Name, ast.Constant)
 
@@ -118,8 +120,9 @@ def compute(expression: str) -> Number:
     )
     evaluator.nodes = {kind: handle for kind, handle in evaluator.nodes.items() if kind in _NODES}
     try:
-        ast.parse(expression.strip(), mode="eval")  # one expression, no statement
-        return _bounded(evaluator.eval(expression.strip()))
+        text = expression.translate(_SIGNS).strip()
+        ast.parse(text, mode="eval")  # one expression, no statement
+        return _bounded(evaluator.eval(text))
     except RecursionError:
         raise _refused() from None
     except ZeroDivisionError:

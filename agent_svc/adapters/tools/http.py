@@ -37,6 +37,7 @@ class HttpTool:
         rest = {name: value for name, value in arguments.items() if name not in self._in_url}
         url = fill(self._url, arguments)
         if self._method in _IN_QUERY:
-            url = with_query(url, list(rest.items()))
+            given = [(name, value) for name, value in rest.items() if value is not None]
+            url = with_query(url, given)
             return await self._exchange.call(self._method, url, context)
         return await self._exchange.call(self._method, url, context, body=rest)

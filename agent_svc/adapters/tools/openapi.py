@@ -43,8 +43,10 @@ def _yaml(text: str) -> object:
         for token in yaml.scan(text, Loader=yaml.CSafeLoader):
             if isinstance(token, yaml.AliasToken | yaml.AnchorToken):
                 raise OpenApiError("must have no YAML anchors")
-        return yaml.load(text, Loader=yaml.CSafeLoader)
-    except (yaml.YAMLError, RecursionError, ValueError):
+        document = yaml.load(text, Loader=yaml.CSafeLoader)
+        # As JSON has it: names are texts, dates too, and there is no NaN.
+        return json.loads(json.dumps(document, default=str, allow_nan=False))
+    except (yaml.YAMLError, RecursionError, ValueError, TypeError):
         raise OpenApiError("is neither JSON nor YAML") from None
 
 

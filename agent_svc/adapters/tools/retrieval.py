@@ -6,14 +6,18 @@ embeds (no model, or it refuses now), by words alone, and the answer says so.
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any, Final
 
 from agent_svc.domain.model import ToolInfo
-from agent_svc.ports import ChunkSearch, ToolContext, ToolError, ToolResult
+from agent_svc.ports import ChunkFound, ChunkSearch, ToolContext, ToolError, ToolResult
 from sluice.errors import Code, SluiceError
 
 QUERY_CHARS_MAX: Final = 2048
+LOADING_S: Final = 10.0  # waited for a collection that is being read into memory
+LOADING_POLL_S: Final = 0.2  # where its refusal says no delay
 
 PARAMETERS = {
     "type": "object",
@@ -49,14 +53,7 @@ class RetrievalTool:
         query = str(arguments.get("query", ""))
         try:
             vector = await self._vector(query, context)
-            hits = await self._search.search(
-                context.tenant,
-                self._collection,
-                query,
-                vector,
-                self._top_k,
-                deadline_s=context.deadline_s,
-            )
+            hits = await self._found(query, vector, context)
         except SluiceError as error:
             raise _failure(error) from None
         answer = {
@@ -74,6 +71,25 @@ class RetrievalTool:
             "by": "vector and words" if vector else "words",
         }
         return ToolResult(json.dumps(answer, ensure_ascii=False))
+
+    async def _found(self, query: str, vector: bytes, context: ToolContext) -> Sequence[ChunkFound]:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + min(LOADING_S, context.deadline_s)
+        while True:
+            try:
+                return await self._search.search(
+                    context.tenant,
+                    self._collection,
+                    query,
+                    vector,
+                    self._top_k,
+                    deadline_s=context.deadline_s,
+                )
+            except SluiceError as error:
+                pause_s = error.retry_after_s or LOADING_POLL_S
+                if error.reason != "INDEX_LOADING" or loop.time() + pause_s > end:
+                    raise
+            await asyncio.sleep(pause_s)
 
     async def _vector(self, query: str, context: ToolContext) -> bytes:
         if context.embed is None:

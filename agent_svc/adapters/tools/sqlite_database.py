@@ -206,6 +206,10 @@ class SqliteDatabase:
                 return work(connection)
         except sqlite3.Error as error:
             raise _failure(error, cancelled.is_set()) from None
+        except (sqlite3.Warning, ValueError, OverflowError, MemoryError):
+            # Several statements, a NUL, half of a surrogate pair, a number out of range.
+            message = "The database does not take the statement."
+            raise ToolError("TOOL_REFUSED", message, made=False) from None
         finally:
             with self._lock:
                 self.running -= 1

@@ -40,6 +40,7 @@ from agent_svc.ports import ToolContext, ToolError
         (" 17 * 23 ", 391),
         ("1e3", 1000.0),
         ("10 ** 300 * 10 ** 300", 10**600),
+        ("6 × 7 − 2 ^ 3 ÷ 4", 40.0),
     ],
 )
 def test_arithmetic_is_computed(expression: str, value: float) -> None:

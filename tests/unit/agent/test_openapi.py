@@ -200,6 +200,8 @@ def test_schemas_that_are_deep_or_many_are_refused() -> None:
 def test_documents_are_json_or_yaml_without_anchors() -> None:
     assert read_document('{"openapi": "3.1.0"}') == {"openapi": "3.1.0"}
     assert read_document("openapi: 3.1.0\npaths: {}\n") == {"openapi": "3.1.0", "paths": {}}
+    dates = read_document("openapi: 3.1.0\nx: 2020-01-01\nresponses: {200: ok}\n")
+    assert dates == {"openapi": "3.1.0", "x": "2020-01-01", "responses": {"200": "ok"}}
     bomb = "a: &a [x,x]\n" + "".join(
         f"{new}: &{new} [*{old},*{old}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
     )
@@ -208,6 +210,8 @@ def test_documents_are_json_or_yaml_without_anchors() -> None:
         "[1]",
         "a: [",
         "!!python/object:os.system {}",
+        "a: .nan",
+        "? [a]\n: 1",
         "[" * 100_000,
         "x" * (2 << 20),
     ):

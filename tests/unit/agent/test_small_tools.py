@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from hypothesis import strategies as st
 
 from agent_svc.adapters.tools import clock, retrieval
 from agent_svc.adapters.tools.clock import ClockTool
-from agent_svc.adapters.tools.retrieval import RetrievalTool
+from agent_svc.adapters.tools.retrieval import LOADING_S, RetrievalTool
 from agent_svc.adapters.tools.secrets import HIDDEN, Secrets
 from agent_svc.adapters.tools.url_template import fill, with_query
 from agent_svc.domain.model import ToolInfo
 from agent_svc.ports import ChunkFound, ToolContext, ToolError
 from sluice.errors import Code, SluiceError, deadline_exceeded, unavailable
 
+Virtual = Callable[[Coroutine[Any, Any, Any]], Any]
 CONTEXT = ToolContext("tenant-a", "run", "run:1", 5.0)
 
 
@@ -167,3 +169,29 @@ async def test_failures_of_the_search_are_those_of_a_tool(error: SluiceError, re
         with pytest.raises(ToolError) as failed:
             await retriever(search).call({"query": "x"}, context)
         assert failed.value.reason == reason
+
+
+def test_a_collection_that_is_being_read_is_waited_for(run_virtual: Virtual) -> None:
+    class Loading(Search):
+        def __init__(self, refusals: int) -> None:
+            super().__init__()
+            self._refusals = refusals
+
+        async def search(self, *args: Any, **fields: Any) -> Sequence[ChunkFound]:
+            self._refusals -= 1
+            if self._refusals >= 0:
+                raise unavailable("INDEX_LOADING", "The collection is being read.", 0.5)
+            return await super().search(*args, **fields)
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        context = ToolContext("tenant-a", "run", "run:1", 60.0)
+        await retriever(Loading(4)).call({"query": "x"}, context)
+        assert loop.time() - begin == pytest.approx(2.0)
+        with pytest.raises(ToolError) as failed:
+            await retriever(Loading(1000)).call({"query": "x"}, context)
+        assert failed.value.reason == "TOOL_LOST"
+        assert loop.time() - begin == pytest.approx(2.0 + LOADING_S, abs=0.6)
+
+    run_virtual(scenario())

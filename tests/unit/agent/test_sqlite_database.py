@@ -110,6 +110,7 @@ WRITES = (
         "SELECT ? ",
         "WITH t AS (SELECT 1) DELETE FROM orders",
     ),
+    *("SELECT 1\x00", "SELECT '\ud800'", "SELECT 1; SELECT 2", "SELECT " + "(" * 500 + "1"),
     *("SELECT hex(zeroblob(999999999))", "EXPLAIN DELETE FROM orders", "CREATE TRIGGER t"),
     *("INSERT INTO orders SELECT * FROM orders RETURNING id", "SELECT * FROM nowhere.orders"),
 )
