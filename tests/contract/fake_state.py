@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sluice.errors import exhausted, failed_precondition, not_found, unavailable
+from sluice.errors import exhausted, failed_precondition, invalid, not_found, unavailable
 from sluice.state.v1 import runs_pb2, runs_pb2_grpc
 
 ENDED = (
@@ -144,6 +144,8 @@ class FakeRuns(runs_pb2_grpc.RunServiceServicer):
             for (tenant, _), run in reversed(self.runs.items())
             if tenant == request.tenant and request.phase in (0, run.stored.phase)
         ]
+        if request.page_token and not request.page_token.isdecimal():
+            raise invalid("page_token", "is none")
         begin = int(request.page_token or 0)
         end = begin + request.page_size
         token = str(end) if end < len(runs) else ""
