@@ -33,7 +33,10 @@ from sluice.tool_rules import output_bytes_max, timeout_s
 
 CALLS_MAX: Final = 16  # at once on one server; more wait their turn
 MESSAGE_SLACK_BYTES: Final = 1 << 20  # of a message beyond its result; a listing fits in it
-LOOK_S: Final = 3.0  # a look at the tools waits so long for a session; calls have their deadline
+# How long a look at the tools waits for a session: where nothing is known yet a run would else
+# begin without them, and later for as long as nobody minds. Calls have their own deadline.
+FIRST_LOOK_S: Final = 20.0
+LOOK_S: Final = 3.0
 ROUNDS_MAX: Final = 4  # of one call, in which the server asks for more
 KEY_META: Final = "sluice/idempotency-key"
 TRACE_META: Final = "traceparent"
@@ -69,20 +72,24 @@ class McpServer:
         self.connection = McpConnection(
             declaration.name, transport, self._list_changed, lambda: self.calls > 0
         )
+        self._looked = False
         self._found: Sequence[Listed] = ()
         self._tools: Mapping[str, McpTool] = {}
 
     async def tools(self) -> Sequence[McpTool]:
-        """What may be called, in the server's order, also while the server is away. Waits LOOK_S
-        for a session; raises ToolError TOOL_UNAVAILABLE when it was never reached."""
-        if not await self._reached() and not self._found:
+        """What may be called, in the server's order, also while the server is away. Waits for a
+        session, the first time longer; raises ToolError TOOL_UNAVAILABLE when it was never
+        reached."""
+        first = not self._looked
+        self._looked = True
+        if not await self._reached(FIRST_LOOK_S if first else LOOK_S) and not self._found:
             raise ToolError("TOOL_UNAVAILABLE", _DOWN, made=False)
         return list(self._tools.values())
 
     async def states(self) -> Sequence[ToolStatus]:
         """All that the server offers, and why what of it cannot be called; one line with the
         declaration's name when that is not known."""
-        reached = await self._reached()
+        reached = await self._reached(LOOK_S)
         down = "" if reached else self.connection.problem
         if not self._found:
             declared = self.declaration
@@ -105,9 +112,9 @@ class McpServer:
         await self.connection.close()
         self._closed(self)
 
-    async def _reached(self) -> bool:
+    async def _reached(self, wait_s: float) -> bool:
         try:
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(wait_s):
                 await self.connection.session()
         except (NotConnectedError, TimeoutError):
             return False

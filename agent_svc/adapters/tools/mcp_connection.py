@@ -139,8 +139,7 @@ class McpConnection:
                     lasted_s = asyncio.get_running_loop().time() - self._opened_at
                     failures = 1 if lasted_s > STABLE_S else failures + 1
                     self._session, self._broken, self._gone = None, False, False
-                    self.problem = _problem(error)
-                    self._log_failure(error, failures)
+                    self._failed(error, failures)
                     if not self._opened:
                         self._tried()
                     delay_s = min(DELAY_MAX_S, DELAY_FIRST_S * 2.0 ** min(failures - 1, 16))
@@ -151,14 +150,18 @@ class McpConnection:
             self._session, self._task = None, None
             self._tried()
 
-    def _log_failure(self, error: Exception, failures: int) -> None:
-        _log.warning(
-            "no session with a tool server",
-            server=self.name,
-            problem=self.problem,
-            error=type(error).__name__,
-            failures=failures,
-        )
+    def _failed(self, error: Exception, failures: int) -> None:
+        """Told once, until something is different."""
+        problem = _problem(error)
+        if self._opened or problem != self.problem:
+            _log.warning(
+                "no session with a tool server",
+                server=self.name,
+                problem=problem,
+                error=type(error).__name__,
+                failures=failures,
+            )
+        self.problem = problem
 
     @property
     def _idle(self) -> bool:

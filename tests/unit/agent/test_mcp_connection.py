@@ -165,3 +165,17 @@ def test_a_server_that_ends_again_and_again_is_not_opened_in_a_loop() -> None:
         await server.connection.close()
 
     run(scenario())
+
+
+def test_a_server_that_stays_away_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        server = Server()
+        server.down = True
+        with pytest.raises(NotConnectedError):
+            await server.connection.session()
+        await asyncio.sleep(300.0)
+        assert len(server.opened) > 5
+        await server.connection.close()
+
+    run(scenario())
+    assert len([line for line in caplog.records if "no session" in line.message]) == 1
