@@ -111,7 +111,7 @@ test: env protos $(ENGINE_MODEL) ## Run every test (ENGINE=simulated: without th
 	@$(PYTHON) -m pytest $(if $(filter simulated,$(ENGINE)),-m "not vllm") $(TEST_ARGS)
 
 .PHONY: conformance-mcp
-conformance-mcp: $(BASE) $(DEV) protos ## Run the conformance scenarios of the Model Context Protocol on our client (2 minutes; needs npm)
+conformance-mcp: $(BASE) $(DEV) protos ## Run the conformance scenarios of the Model Context Protocol on our client (4 minutes; needs npm)
 	@$(PYTHON) -m tests.conformance.run
 
 SEEDS ?= 200
