@@ -5,7 +5,8 @@ than its caps. Method: servers and canaries on loopback, resolvers that lie. Ora
 that the canaries saw (none), and the typed refusal. Deterministic, no seed.
 
 Mutants: egress_address_not_checked, egress_name_resolved_twice, egress_url_not_checked,
-egress_size_of_wire_only, egress_no_size, egress_no_total_time, egress_any_media_type.
+egress_size_of_wire_only, egress_no_size, egress_no_total_time, egress_any_media_type,
+lookups_not_shared.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ public. Method: every form of internal address as the URL of every kind of tool,
 list that an attacker would write, names that resolve to loopback; then real calls. Oracle: the
 canaries on loopback saw no connection, and each try ended with a typed refusal. Deterministic.
 
-Mutants: egress_address_not_checked, template_argument_not_encoded, redirect_is_a_result.
+Mutants: egress_address_not_checked, template_argument_not_encoded, redirect_is_a_result,
+once_reuses_connections, any_charset.
 """
 
 from __future__ import annotations
@@ -322,3 +323,26 @@ async def test_an_argument_that_is_null_is_left_out_of_the_query() -> None:
         await tool.call({"a": None, "b": [1, "x&y"]}, CONTEXT)
         assert server.asked[0].target == "/?b=1&b=x%26y"
         assert (await fail(tools, {"a": {"no": "scalar"}})).reason == "TOOL_REFUSED"
+
+
+async def test_a_charset_of_a_server_is_a_charset_or_none() -> None:
+    """Some that Python knows are none, and decoding one takes a square of the size."""
+    for charset, body, told in (
+        ("iso-8859-1", b"caf\xe9", "caf\xe9"),
+        ("UTF-8", "caf\xe9".encode(), "caf\xe9"),
+        ("hex", b"6161", "6161"),
+        ("zlib", b"abc", "abc"),
+        ("nonsense", b"abc", "abc"),
+        ("punycode", b"a-" + b"b" * 90_000, "a-" + "b" * 90_000),
+        ("idna", b"xn--" + b"b" * 90_000, "xn--" + "b" * 90_000),
+    ):
+        answer = fixed(body, media_type=f"text/plain; charset={charset}")
+        async with allowed({"/": answer}) as (tools, _):
+            (tool,) = await tools.resolve("t", ["x"])
+            begin = time.process_time()
+            result = await tool.call({}, CONTEXT)
+            assert time.process_time() - begin < 1.0
+        if len(body) < 1000:
+            assert json.loads(result.content_json) == {"status": 200, "body": told}
+        else:
+            assert result.size_bytes == len(told) + len('{"status":200,"body":""}')

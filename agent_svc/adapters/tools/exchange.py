@@ -27,6 +27,10 @@ from agent_svc.ports import ToolContext, ToolError, ToolResult
 from sluice.context import is_traceparent
 
 MEDIA_TYPES: Final = ("application/json", "application/problem+json", "application/xml", "text/*")
+# Others are no charsets (hex, zlib) or take time beyond measure (punycode): read as UTF-8.
+_CHARSETS: Final = frozenset(
+    {"utf-8", "us-ascii", "iso-8859-1", "iso-8859-15", "windows-1252", "utf-16", "shift_jis", "gbk"}
+)
 _OFF_LOOP_BYTES: Final = 64 << 10  # a larger body is parsed in a thread: about 1 ms for this one
 
 
@@ -90,7 +94,9 @@ class Exchange:
         return self._result(response, raw)
 
     def _result(self, response: httpx2.Response, raw: bytes) -> ToolResult:
-        text = self.secrets.hide(raw.decode(response.encoding or "utf-8", "replace"))
+        charset = (response.charset_encoding or "utf-8").lower()
+        text = raw.decode(charset if charset in _CHARSETS else "utf-8", "replace")
+        text = self.secrets.hide(text)
         body: object = text
         if "json" in response.headers.get("content-type", ""):
             try:

@@ -1,6 +1,7 @@
 """Which tools a tenant has: those of the configuration and its own, checked again at use.
 
-Mutants: toolbox_trusts_the_store, toolbox_tools_of_all_tenants.
+Mutants: toolbox_trusts_the_store, toolbox_tools_of_all_tenants, run_tools_any_arguments,
+runs_without_their_tools.
 """
 
 from __future__ import annotations
