@@ -18,8 +18,9 @@ OTHER_KEY = "sk-of-another-tenant-of-the-tests"
 SMALL_KEY = "sk-of-a-tenant-with-two-runs-only"
 SMALL_RUNS = 2
 SESSION_MESSAGES = 6
-TOOLS = ("calculator", "ask", "clock", "nobody", "desk")
+TOOLS = ("calculator", "ask", "clock", "nobody", "desk", "papers")
 DESK_BYTES = 100_000
+COLLECTION = "secrets"  # what the tool `papers` searches
 
 
 def _tenant(name: str, key: str, **more: object) -> str:
@@ -63,6 +64,12 @@ SHAPE = Shape(
             "description": "d",
             "effect": "read",
             "mcp": {"command": ["python", "-c", "raise SystemExit(3)"]},
+        },
+        {
+            "name": "papers",
+            "description": "d",
+            "effect": "read",
+            "retrieval": {"collection": COLLECTION, "top_k": 20},
         },
         {
             "name": "desk",

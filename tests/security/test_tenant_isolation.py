@@ -27,11 +27,10 @@ from sluice.scheduler.v1 import data_pb2, records_pb2, runs_pb2, scheduler_pb2
 from sluice.status import from_rpc_error
 from tests.hermetic.mesh import Mesh
 from tests.hermetic.mesh_client import MeshClient, client_of, sim
-from tests.security.conftest import OTHER_KEY
+from tests.security.conftest import COLLECTION, OTHER_KEY
 
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 CANARY = "the canary sings at midnight"
-COLLECTION = "secrets"
 DOCUMENT = "plan"
 LIMIT_S = 20.0
 
@@ -355,6 +354,26 @@ async def test_a_document_of_the_same_name_is_another_document(
     document = D.DeleteDocumentRequest(collection=COLLECTION, document_id=DOCUMENT)
     await call(stranger, "DeleteDocument", document)
     await all_is_as_it_was(owner, has)
+
+
+async def test_an_agent_finds_the_documents_of_its_own_tenant_only(
+    owner: MeshClient, stranger: MeshClient, has: Owned
+) -> None:
+    """The retrieval tool is one declaration for all tenants."""
+    await put_document(stranger, "mine says nothing", "own")
+    shown = {}
+    for name, client in (("owner", owner), ("stranger", stranger)):
+        replies = [{"tool": "papers", "arguments": {"query": "canary midnight"}}, {"answer": "x"}]
+        request = S.RunAgentRequest(
+            task=sim("Search.", replies=replies), tools=["papers"], request_id=fresh()
+        )
+        events = [answer.event for answer in await call(client, "RunAgent", request)]
+        (found,) = [event.tool_call_ended for event in events if event.HasField("tool_call_ended")]
+        assert not found.HasField("status"), found
+        shown[name] = found.result_json
+    assert CANARY in shown["owner"]
+    assert "canary" not in shown["stranger"]
+    assert "mine says nothing" in shown["stranger"]
 
 
 async def test_a_request_of_the_same_id_has_a_decision_of_its_own(
