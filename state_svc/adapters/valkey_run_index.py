@@ -38,7 +38,7 @@ LATE_MS: Final = 30_000
 UNUSED_MS: Final = 2 * LATE_MS
 PLACES_MAX: Final = 512  # looked at once
 
-_SCRIPT: Final = Script("run_index.lua")
+_SCRIPT: Final = Script("run_index.lua", frees=True)  # a full store must still be worked off
 _KEYS: Final = ("sluice:{runs}:due", "sluice:{runs}:written")
 
 log = logs.get(__name__)

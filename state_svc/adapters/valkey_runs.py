@@ -43,7 +43,11 @@ from state_svc.ports import StoreUnavailableError, VersionConflictError
 from state_svc.run_ports import ClaimBatch
 
 NOTHING_DUE_MS: Final = 60_000
-_SCRIPT: Final = Script("session_rules.lua", "runs.lua")
+_FILES: Final = ("session_rules.lua", "runs.lua")
+_SCRIPT: Final = Script(*_FILES)
+# A full store must not keep runs open: claims, renewals, cancels and appends that give a run back
+# write little, and end what fills it.
+_FREEING: Final = Script(*_FILES, frees=True)
 _CHANGES: Final = frozenset({"create", "append", "resume", "cancel"})
 _ERRORS: Final[Mapping[str, Callable[..., Exception]]] = {
     "RUN_UNKNOWN": RunUnknownError,
@@ -140,7 +144,7 @@ class ValkeyRuns:
         """See :class:`state_svc.run_ports.RunStore`."""
         known = await self.get(tenant, run_id)
         latest = await self._index.before_ready(tenant, known.priority)
-        (fields,) = await self._run(tenant, "cancel", run_id, latest=latest)
+        (fields,) = await self._run(tenant, "cancel", run_id, latest=latest, script=_FREEING)
         record = _record(tenant, run_id, fields)
         if record.phase is Phase.QUEUED:
             await self._index.after_ready(tenant, record.priority, run_id)
@@ -238,7 +242,7 @@ class ValkeyRuns:
         ]
         answers = []
         fault_point("state.before_claim")
-        replies = await self._link.scripts(_SCRIPT, calls)
+        replies = await self._link.scripts(_FREEING, calls)
         fault_point("state.after_claim")
         for (tenant, _), reply in zip(asked, replies, strict=True):
             due, large, found = checked(reply)
@@ -258,7 +262,7 @@ class ValkeyRuns:
         for tenant, own in by_tenant.items():
             pairs = [word for lease in own for word in (lease.run_id, lease.token)]
             calls.append(self._call(tenant, "renew", lease_ms, *pairs))
-        replies = await self._link.scripts(_SCRIPT, calls)
+        replies = await self._link.scripts(_FREEING, calls)
         states: dict[Lease, LeaseState] = {}
         for own, reply in zip(by_tenant.values(), replies, strict=True):
             (found,) = checked(reply)
@@ -287,6 +291,7 @@ class ValkeyRuns:
             len(append.events),
             *append.events,
             *append.session_messages,
+            script=_SCRIPT if append.phase is Phase.RUNNING else _FREEING,
         )
         if dues:  # the lease was given back: what it held up may be ready now
             await self._index.found(
@@ -326,13 +331,13 @@ class ValkeyRuns:
         return [f"sluice:{{{tenant}}}:runs"], [op, self.clock_ms, latest, *arguments]
 
     async def _run(
-        self, tenant: str, op: str, *arguments: Argument, latest: int = 0
+        self, tenant: str, op: str, *arguments: Argument, latest: int = 0, script: Script = _SCRIPT
     ) -> Sequence[Any]:
         keys, words = self._call(tenant, op, *arguments, latest=latest)
         if op not in _CHANGES:
-            return checked(await self._link.script(_SCRIPT, keys, words))
+            return checked(await self._link.script(script, keys, words))
         fault_point(f"state.before_{op}")
-        reply = await self._link.script(_SCRIPT, keys, words)
+        reply = await self._link.script(script, keys, words)
         fault_point(f"state.after_{op}")
         return checked(reply)
 

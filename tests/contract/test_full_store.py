@@ -17,10 +17,13 @@ from state_svc.adapters.store_errors import store_errors
 from state_svc.adapters.valkey_documents import ValkeyDocuments
 from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.adapters.valkey_registry import ValkeyRegistry
+from state_svc.adapters.valkey_runs import ValkeyRuns
 from state_svc.adapters.valkey_sessions import ValkeySessions
 from state_svc.adapters.valkey_values import ValkeyBlobs, ValkeyValues
 from state_svc.domain.documents import Draft
+from state_svc.domain.run_values import Phase
 from state_svc.ports import Kind, StoreFullError
+from tests.contract.state_rig import LEASE_MS, a_run, an_append, lease_of
 from tests.valkey import valkey
 
 LONG_MS = 60_000
@@ -90,3 +93,28 @@ async def test_what_needs_no_memory_goes_on_and_the_rest_is_refused_by_name(
 
     await link.run(lambda client: client.flushdb())
     await values.put("a", "k", b"2", LONG_MS)
+
+
+async def test_runs_of_a_full_store_go_on_to_their_ends(link: ValkeyLink) -> None:
+    """What they hold would otherwise never be given back."""
+    runs = ValkeyRuns(link)
+    going, waiting, unclaimed, cancelled = (a_run() for _ in range(4))
+    for run in (going, waiting, cancelled):
+        await runs.create(run)
+    held = {one.run.run_id: one for one in (await runs.claim("h", 9, LEASE_MS)).runs}
+    await runs.create(unclaimed)
+    await fill(link)
+    with pytest.raises(StoreFullError):
+        await runs.create(a_run())
+    with pytest.raises(StoreFullError):
+        await runs.append(an_append(held[going.run_id], b"step"))
+    assert [one.run.run_id for one in (await runs.claim("h", 9, LEASE_MS)).runs] == [
+        unclaimed.run_id
+    ]
+    await runs.cancel("a", cancelled.run_id)
+    leases = [lease_of(one) for one in held.values()]
+    assert all(state.held for state in await runs.renew(leases, LEASE_MS))
+    await runs.append(an_append(held[waiting.run_id], b"w", phase=Phase.WAITING, waiting_step=1))
+    for run in (going, cancelled):
+        await runs.append(an_append(held[run.run_id], b"end", phase=Phase.FAILED))
+        assert (await runs.get("a", run.run_id)).phase is Phase.FAILED
