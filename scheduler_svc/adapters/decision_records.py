@@ -116,6 +116,8 @@ class Recorder:
             scheduler=self.scheduler,
             queue_position=0 if ticket.trail is None else ticket.trail.ahead,
         )
+        if ticket.step_of is not None:
+            record.run_id, record.step = ticket.step_of
         arrival_s = self.clock() - (now - ticket.arrival_s)
         record.arrival_time.FromNanoseconds(int(arrival_s * 1e9))
         return record

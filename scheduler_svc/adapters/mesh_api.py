@@ -17,7 +17,7 @@ import grpc
 from scheduler_svc.adapters import translate
 from scheduler_svc.adapters.identity import remaining_s
 from scheduler_svc.adapters.run_rights import RunRights
-from scheduler_svc.adapters.serving import Caller, Serving
+from scheduler_svc.adapters.serving import Caller, RunOf, Serving
 from scheduler_svc.adapters.tenants import Tenants
 from sluice.errors import SluiceError, deadline_exceeded
 from sluice.run_credentials import CredentialSigner, CredentialVerifier
@@ -77,12 +77,12 @@ class MeshApi(mesh_pb2_grpc.SchedulerMeshServiceServicer):
         fresh = self._signer.renew(old, now_unix_s=now)
         return mesh_pb2.RenewRunCredentialResponse(credential=fresh)
 
-    def _caller(self, step: Step, left_s: float | None) -> Caller:
+    def _caller(self, request: Step, left_s: float | None) -> Caller:
         try:
-            run = self._verifier.verify(step.credential, now_unix_s=self._clock())
+            run = self._verifier.verify(request.credential, now_unix_s=self._clock())
             tenant = self._tenants.of_run(run.tenant)
-            identifier = translate.request_id(step.request.request_id, None)
-            wanted = translate.priority_class(step.request.priority_class)
+            identifier = translate.request_id(request.request.request_id, None)
+            wanted = translate.priority_class(request.request.priority_class)
             own = translate.priority_class(run.priority_class)
             if left_s is not None and left_s <= 0:
                 raise deadline_exceeded(message="No time is left to the run.")
@@ -92,7 +92,9 @@ class MeshApi(mesh_pb2_grpc.SchedulerMeshServiceServicer):
         # Never above the class that the run was admitted with, nor above the ceiling as it is now.
         asked = [one for one in (own, wanted) if one is not None]
         priority_class = tenant.class_for(max(asked, default=None))
-        return Caller(tenant, identifier, priority_class, left_s, tuple(run.models))
+        step = request.step if isinstance(request, mesh_pb2.GenerateStepRequest) else 0
+        of_run = RunOf(run.run_id, step, tuple(run.models))
+        return Caller(tenant, identifier, priority_class, left_s, of_run)
 
 
 def _as_step(message: generate_pb2.GenerateResponse) -> Iterable[mesh_pb2.GenerateStepResponse]:

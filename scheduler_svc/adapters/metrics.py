@@ -130,6 +130,10 @@ class SchedulerMetrics:
     @staticmethod
     def _describe(span: Span, live: LiveRequest, outcome: Outcome) -> None:
         ticket = live.ticket
+        if ticket.step_of is not None:
+            run_id, step = ticket.step_of
+            span.set(names.ATTR_RUN_ID, run_id)
+            span.set(names.ATTR_STEP, step)
         span.set(names.ATTR_OUTCOME, outcome.value)
         span.set(names.ATTR_INSTANCE, live.instance)
         span.set(names.ATTR_ATTEMPTS, live.attempt)

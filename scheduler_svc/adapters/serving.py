@@ -88,15 +88,24 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class RunOf:
+    """The run of a step. ``models``: the only ones that it may call; ``step``: its number."""
+
+    run_id: str
+    step: int
+    models: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Caller:
     """Who calls, and under which identifier. ``remaining_s``: the deadline of the call; ``None``:
-    it set none. ``models``: of a run, the only ones that it may call; ``None``: the tenant's."""
+    it set none. ``run``: the run whose step it is, if it is one."""
 
     tenant: Tenant
     request_id: str
     priority_class: PriorityClass
     remaining_s: float | None
-    models: tuple[str, ...] | None = None
+    run: RunOf | None = None
 
 
 class Serving:
@@ -263,9 +272,9 @@ class Serving:
         return live
 
     def _model(self, caller: Caller, name: str, *, embeds: bool = False) -> str:
-        if caller.models is None:
+        if caller.run is None:
             return self._catalog.resolve(name, caller.tenant, embeds=embeds)
-        return self._catalog.granted(name, caller.tenant, caller.models, embeds=embeds)
+        return self._catalog.granted(name, caller.tenant, caller.run.models, embeds=embeds)
 
     def _ticket(
         self,
@@ -279,6 +288,7 @@ class Serving:
         if remaining_s is None:
             remaining_s = self._times.deadline_s(caller.priority_class)
         deadline_s = now + min(remaining_s, self._times.deadline_max_s)
+        run = caller.run
         return Ticket(
             id=TicketId(next(self._ids)),
             request_id=caller.request_id,
@@ -293,6 +303,7 @@ class Serving:
             size_bytes=size_bytes,
             kind=kind,
             sampled=self._decisions.sample(),
+            step_of=None if run is None else (run.run_id, run.step),
         )
 
     def refused(

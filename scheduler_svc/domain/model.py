@@ -158,7 +158,8 @@ class Ticket:
     instance failed; ``attempt`` numbers every dispatch and only grows. ``prefix`` is ``None`` when
     nobody looks at prefixes. ``continuable``: whether an output that was begun may be continued by
     another attempt. ``sampled``: its decision record is kept however it ends. ``gate_reason``:
-    what the agent gate said, if it was asked. Fields below it belong to the scheduler.
+    what the agent gate said, if it was asked. ``step_of``: the run whose step it is, and the step's
+    number. Fields below it belong to the scheduler.
 
     ``fingerprint``: of the model that began the output; only instances with the same one may go on
     with it. ``None``: nothing was begun. ``resumed_tokens``: output tokens that earlier attempts
@@ -191,6 +192,7 @@ class Ticket:
     continuable: bool = False
     sampled: bool = False
     gate_reason: str = ""
+    step_of: tuple[str, int] | None = None
     trail: Trail | None = field(default=None, init=False)
     fingerprint: str | None = field(default=None, init=False)
     resumed_tokens: int = field(default=0, init=False)

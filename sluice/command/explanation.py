@@ -78,6 +78,9 @@ def _head(record: records_pb2.DecisionRecord) -> Iterator[str]:
     yield f"arrived {arrived}Z{by}, tenant {record.tenant}, class {_class(record)}" + (
         f", model {record.model}" if record.model else ""
     )
+    if record.run_id:
+        step = f"step {record.step} of " if record.step else "a call of "
+        yield f"{step}run {record.run_id}"
 
 
 def _wait(record: records_pb2.DecisionRecord) -> Iterator[str]:

@@ -244,13 +244,21 @@ async def test_a_tenants_key_is_no_admin_key(client: MeshClient, shared_mesh: Me
 
 
 @pytest.mark.parametrize("method", ["GetRun", "CreateSession", "PutDocument"])
-async def test_what_comes_later_says_so(client: MeshClient, method: str) -> None:
+async def test_without_a_state_service_nothing_is_kept(client: MeshClient, method: str) -> None:
+    fields = {
+        "GetRun": {"run_id": "6f9619ff-8b86-4d01-b42d-00cf4fc964ff"},
+        "CreateSession": {},
+        "PutDocument": {},
+    }[method]
     kinds = vars(runs_pb2) | vars(data_pb2)
-    call = getattr(client.stub, method)(kinds[f"{method}Request"](), metadata=client.mesh.metadata)
+    request = kinds[f"{method}Request"](**fields)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
+        await getattr(client.stub, method)(request, metadata=client.mesh.metadata)
     error = from_rpc_error(caught.value)
-    assert (error.code, error.reason) == (Code.UNIMPLEMENTED, "METHOD_NOT_AVAILABLE")
+    assert (error.code, error.reason) in (
+        (Code.FAILED_PRECONDITION, "STATE_NOT_CONFIGURED"),
+        (Code.UNAVAILABLE, "AGENT_SERVICE_MISSING"),
+    )
 
 
 # Refusals that take time.

@@ -173,6 +173,7 @@ async def test_identity_class_and_model_are_the_credentials(
         await steps.generate(low, priority_class=wanted, request_id=request_id)
         record = await recorded(client, request_id)
         assert (record.tenant, record.model, record.priority_class) == ("dev", "sim", BATCH)
+        assert (record.run_id, record.step) == ("run-1", 3)
     request_id = fresh_id("step")
     await steps.generate(priority_class=BATCH, request_id=request_id)
     assert (await recorded(client, request_id)).priority_class == BATCH

@@ -52,6 +52,14 @@ def moved() -> records_pb2.DecisionRecord:
     return record
 
 
+def test_a_step_says_of_which_run_it_is() -> None:
+    record = moved()
+    record.run_id = "run-1"
+    assert "a call of run run-1" in list(story(record))
+    record.step = 3
+    assert list(story(record))[2] == "step 3 of run run-1"
+
+
 def test_a_moved_request_is_told_as_it_went() -> None:
     assert list(story(moved())) == [
         "request r-1",
