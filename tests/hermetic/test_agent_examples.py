@@ -9,6 +9,7 @@ Seen to fail on mutants: support_agent.py with another collection; a wrong optio
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -103,12 +104,15 @@ def test_the_readmes_commands_about_agents_work_as_they_are_typed(
     }
     for line in typed:
         tool, _, rest = line.partition(" ")
-        there = f"{own[tool]} {rest}"
+        there = f"{own.get(tool, tool)} {rest}".replace("localhost:8080", shared_agent_mesh.target)
         if line.endswith("make_database.py"):
             there += f" {tmp_path}/sales.db"
-        done = run(["bash", "-euo", "pipefail", "-c", there], environment(shared_agent_mesh))
+        environ = environment(shared_agent_mesh) | {"KEY": shared_agent_mesh.api_key}
+        done = run(["bash", "-euo", "pipefail", "-c", there], environ)
         wanted = WAITS if "--tool desk" in line else 0
         assert done.returncode == wanted, f"{line}\n{done.stdout}{done.stderr}"
+        if tool == "curl":
+            assert json.loads(done.stdout.splitlines()[-1])["event"]["ended"]["answer"]
 
 
 def test_a_ticket_is_opened_when_a_person_agrees(shared_agent_mesh: Mesh) -> None:
