@@ -16,6 +16,7 @@ from state_svc.domain.documents import (
     Match,
     NewChunk,
     Query,
+    SmallChange,
 )
 
 
@@ -101,6 +102,12 @@ class ChunkSource(Protocol):
 
     async def head(self, tenant: str, collection: str) -> CollectionHead | None:
         """A collection now; ``None``: there is none."""
+
+    async def small_change(
+        self, tenant: str, collection: str, since: int, generations_max: int, chunks_max: int
+    ) -> SmallChange | None:
+        """What changed since a version, in one step; ``None``: more than the bounds allow, or too
+        long ago."""
 
     async def changed(self, tenant: str, collection: str, since: int) -> Changed | None:
         """What changed since a version (0: everything); ``None``: there is no collection."""

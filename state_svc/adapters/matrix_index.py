@@ -25,7 +25,14 @@ from typing import Final, TypeVar
 
 from sluice import logs
 from state_svc.domain.collection_index import CollectionIndex
-from state_svc.domain.documents import Changed, LiveDocument, Match, Query, is_record
+from state_svc.domain.documents import (
+    Changed,
+    LiveDocument,
+    Match,
+    Query,
+    SmallChange,
+    is_record,
+)
 from state_svc.domain.segment import Segment, build
 from state_svc.ports_documents import (
     ChunkSource,
@@ -38,7 +45,8 @@ from state_svc.ports_documents import (
 T = TypeVar("T")
 Key = tuple[str, str]  # tenant, collection: never one without the other
 
-ROUNDS_MAX: Final = 8  # changes in mid-reading that one refresh follows
+ROUNDS_MAX: Final = 8  # times that one refresh reads in pieces
+SMALL_GENERATIONS: Final = 64  # changes of documents that are read in one step, with READ_CHUNKS
 READ_CHUNKS: Final = 512  # records in one reply: about 1 MiB at 384 dimensions
 BUILD_ROWS: Final = 16_384  # rows of a segment when a collection is read; 40 MB of records
 RETRY_S_MIN: Final = 0.2
@@ -190,46 +198,44 @@ class MatrixIndex:
         self.used_bytes = self.size_bytes
 
     async def _follow(self, key: Key, entry: _Entry, index: CollectionIndex) -> CollectionIndex:
-        """The index after what changed since its version. A document that changes again while it
-        is read is read again; one that does so all the time is left to the next search."""
+        """The index after what changed since its version. What changed little is read in one step.
+        Else it is read in pieces; what is replaced meanwhile is then missing, and is among what
+        changed after that."""
         entry.began_s = asyncio.get_running_loop().time()
         entry.rows_read = entry.rows_wanted = 0
         for _ in range(ROUNDS_MAX):
+            small = await self._source.small_change(
+                *key, index.version, SMALL_GENERATIONS, READ_CHUNKS
+            )
+            if small is not None:
+                return await _in(self._builders, partial(_followed, index, small))
             changed = await self._source.changed(*key, index.version)
             if changed is None:
                 return CollectionIndex()
-            if changed.version == index.version:
+            index, is_whole = await self._advanced(key, entry, index, changed)
+            if is_whole:
                 return index
-            index, missing = await self._advanced(key, entry, index, changed)
-            if not missing:
-                return index
-            # Of those that could not be read, some were gone before; then nothing is missing.
-            later = await self._source.changed(*key, changed.version)
-            if later is not None and not later.everything:
-                missing &= set(later.generations)
-                if not missing:
-                    return index
         raise IndexLoadingError(RETRY_S_MIN)
 
     async def _advanced(
         self, key: Key, entry: _Entry, index: CollectionIndex, changed: Changed
-    ) -> tuple[CollectionIndex, set[int]]:
-        """The index at the version of ``changed``, and the generations that it may lack: they were
-        not live any more when they were read."""
+    ) -> tuple[CollectionIndex, bool]:
+        """The index at the version of ``changed``, and whether it surely lacks nothing: some may
+        not be live any more when they are read."""
         gone, new = await _in(self._builders, partial(_difference, index, changed))
         live = await self._source.live(*key, new)
-        missing = set(new) - live.keys()
+        is_whole = len(live) == len(new)
         entry.rows_wanted += sum(document.chunk_count for document in live.values())
         added: list[Segment] = []
         for some in _batches(live):
             records = await self._read(key, entry, some)
-            built, left_out = await _in(
+            built, all_there = await _in(
                 self._builders, partial(_built, some, records, changed.dims)
             )
-            missing |= left_out
+            is_whole = is_whole and all_there
             added += [] if built is None else [built]
         step = partial(index.changed, changed.version, changed.dims, gone, added)
-        return await _in(self._builders, step), missing
+        return await _in(self._builders, step), is_whole
 
     async def _read(
         self, key: Key, entry: _Entry, documents: Sequence[LiveDocument]
@@ -252,20 +258,31 @@ def _difference(index: CollectionIndex, changed: Changed) -> tuple[set[int], lis
     return set(gone), sorted(told - have)
 
 
+def _followed(index: CollectionIndex, small: SmallChange) -> CollectionIndex:
+    """The index after a change."""
+    if small.version in (0, index.version):
+        return index if small.version else CollectionIndex()
+    have = index.generations()
+    gone = have & set(small.generations)
+    new = [document for document in small.live if document.generation not in have]
+    built, _ = _built(new, small.records, small.dims)
+    return index.changed(small.version, small.dims, gone, [] if built is None else [built])
+
+
 def _built(
     documents: Sequence[LiveDocument], found: Mapping[int, Sequence[bytes | None]], dims: int
-) -> tuple[Segment | None, set[int]]:
-    """A segment of the documents whose records are all there, and the generations left out."""
-    whole, left_out = [], set()
+) -> tuple[Segment | None, bool]:
+    """A segment of the documents whose records are all there, and whether those are all."""
+    whole, all_there = [], True
     for document in documents:
         records = [record for record in found[document.generation] if record is not None]
         if len(records) == document.chunk_count and all(is_record(one, dims) for one in records):
             whole.append((document, records))
             continue
-        left_out.add(document.generation)
+        all_there = False
         if len(records) == document.chunk_count:  # not ours: what is of us stays searchable
             log.error("stored chunks cannot be read", generation=document.generation)
-    return build(whole, dims) if any(records for _, records in whole) else None, left_out
+    return build(whole, dims) if any(records for _, records in whole) else None, all_there
 
 
 async def _in(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:

@@ -16,6 +16,7 @@ from state_svc.domain.documents import (
     Draft,
     LiveDocument,
     NewChunk,
+    SmallChange,
 )
 from state_svc.ports import LimitReachedError
 from state_svc.ports_documents import (
@@ -239,6 +240,24 @@ class MemoryDocuments:
         size = sum(one.size for one in there.stored())
         return CollectionHead(there.version, there.dims, size)
 
+    async def small_change(
+        self, tenant: str, collection: str, since: int, generations_max: int, chunks_max: int
+    ) -> SmallChange | None:
+        """See :class:`state_svc.ports_documents.ChunkSource`."""
+        there = self._collection(tenant, collection)
+        if there is None:
+            return SmallChange(0, 0, [], [])
+        changed = await self.changed(tenant, collection, since)
+        if changed is None or changed.everything or len(changed.generations) > generations_max:
+            return None
+        live = list((await self.live(tenant, collection, changed.generations)).values())
+        if sum(document.chunk_count for document in live) > chunks_max:
+            return None
+        ranges = [(document.generation, 0, document.chunk_count) for document in live]
+        of_each = [self._records(tenant, *one) for one in ranges]
+        records = {one[0]: of_it for one, of_it in zip(ranges, of_each, strict=True)}
+        return SmallChange(there.version, there.dims, changed.generations, live, records)
+
     async def changed(self, tenant: str, collection: str, since: int) -> Changed | None:
         """See :class:`state_svc.ports_documents.ChunkSource`."""
         there = self._collection(tenant, collection)
@@ -268,13 +287,13 @@ class MemoryDocuments:
         self, tenant: str, ranges: Sequence[tuple[int, int, int]]
     ) -> Sequence[Sequence[bytes | None]]:
         """See :class:`state_svc.ports_documents.ChunkSource`."""
-        return [
-            [
-                None if (chunk := self._chunk(tenant, generation, number)) is None else chunk.record
-                for number in range(first, end)
-            ]
-            for generation, first, end in ranges
-        ]
+        return [self._records(tenant, *one) for one in ranges]
+
+    def _records(
+        self, tenant: str, generation: int, first: int, end: int
+    ) -> Sequence[bytes | None]:
+        chunks = [self._chunk(tenant, generation, number) for number in range(first, end)]
+        return [None if chunk is None else chunk.record for chunk in chunks]
 
     def _next(self) -> int:
         self._counter = max(self._counter + 1, int(_now() * 1000))

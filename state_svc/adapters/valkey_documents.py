@@ -25,6 +25,7 @@ from state_svc.domain.documents import (
     Draft,
     LiveDocument,
     NewChunk,
+    SmallChange,
 )
 from state_svc.ports import LimitReachedError, StoreUnavailableError
 from state_svc.ports_documents import (
@@ -38,6 +39,7 @@ from state_svc.ports_documents import (
 REQUEST_KEPT_S: Final = 86_400
 _SCRIPT: Final = Script("documents.lua")
 _DELETION: Final = Script("documents.lua", frees=True)
+_READING: Final = Script("documents_read.lua")
 _RANGE: Final = 16  # bytes before a chunk's text: the range that it covers
 _LIVE_AT_ONCE: Final = 256  # entries of up to 17 KiB in one reply
 
@@ -168,6 +170,25 @@ class ValkeyDocuments:
         fields = await self._link.run(lambda client: client.hmget(key, ["version", "dims", "size"]))
         version, dims, size = (int(field or 0) for field in fields)
         return CollectionHead(version, dims, size) if version else None
+
+    async def small_change(
+        self, tenant: str, collection: str, since: int, generations_max: int, chunks_max: int
+    ) -> SmallChange | None:
+        """See :class:`state_svc.ports_documents.ChunkSource`."""
+        keys = _keys(tenant, collection, "")
+        arguments: list[Argument] = [since, _chunks(tenant, ""), generations_max, chunks_max]
+        reply = await self._link.script(_READING, [keys[2], keys[4], keys[5]], arguments)
+        if not reply:
+            return None
+        version, dims, *changes = reply
+        live = [_live(int(one), entry) for one, entry, _ in changes if entry is not None]
+        return SmallChange(
+            int(version),
+            int(dims),
+            [int(one) for one, _, _ in changes],
+            live,
+            {int(one): records for one, entry, records in changes if entry is not None},
+        )
 
     async def changed(self, tenant: str, collection: str, since: int) -> Changed | None:
         """See :class:`state_svc.ports_documents.ChunkSource`."""

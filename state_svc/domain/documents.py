@@ -96,6 +96,19 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
+class SmallChange:
+    """What changed since a version, at one moment. ``generations``: all that went live or away;
+    ``records``: of those that are live, of each of their chunks. ``version`` 0: there is no
+    collection."""
+
+    version: int
+    dims: int
+    generations: Sequence[int] = ()
+    live: Sequence[LiveDocument] = ()
+    records: Mapping[int, Sequence[bytes | None]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Query:
     """A search. ``words``: empty: by vector only. ``vector``: of length 1; ``None``: by words
     only. ``labels``: that a document must have."""

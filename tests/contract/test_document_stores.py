@@ -21,6 +21,7 @@ from state_svc.domain.documents import (
     DocumentState,
     Draft,
     NewChunk,
+    SmallChange,
     index_record,
 )
 from state_svc.domain.words import terms_of
@@ -219,6 +220,32 @@ async def test_versions_tell_what_changed(store: Store) -> None:
     gone = await store.changed("a", "c", changed.version)
     assert gone is not None
     assert list(gone.generations) == [third.generation]
+
+
+async def test_a_small_change_is_read_whole_and_a_large_one_not(store: Store) -> None:
+    assert await store.small_change("a", "c", 1, 9, 9) == SmallChange(0, 0, [], [])
+    first = await ingest(store, "x", "one", "two")
+    head = await store.head("a", "c")
+    assert head is not None
+    assert await store.small_change("a", "c", 0, 9, 9) is None  # all
+    assert await store.small_change("a", "c", head.version, 9, 9) == SmallChange(
+        head.version, 2, [], []
+    )
+    second = await ingest(store, "x", "three", "four")
+    third = await ingest(store, "y", "five")
+    small = await store.small_change("a", "c", head.version, 3, 3)
+    assert small is not None
+    now = await store.head("a", "c")
+    assert now is not None
+    assert (small.version, small.dims) == (now.version, 2)
+    assert sorted(small.generations) == sorted(one.generation for one in (first, second, third))
+    assert {one.document_id: one.chunk_count for one in small.live} == {"x": 2, "y": 1}
+    assert {generation: list(records) for generation, records in small.records.items()} == {
+        second.generation: [a_chunk(0, text).record for text in ("three", "four")],
+        third.generation: [a_chunk(0, "five").record],
+    }
+    assert await store.small_change("a", "c", head.version, 2, 3) is None
+    assert await store.small_change("a", "c", head.version, 3, 2) is None
 
 
 async def test_a_collection_made_anew_is_another(store: Store) -> None:

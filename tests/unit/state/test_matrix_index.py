@@ -24,6 +24,7 @@ from state_svc.domain.documents import (
     Match,
     NewChunk,
     Query,
+    SmallChange,
     index_record,
 )
 from state_svc.domain.words import terms_of
@@ -78,6 +79,15 @@ class SlowStore(MemoryDocuments):
         if self.fails:
             raise StoreUnavailableError("told to")
         return await super().records(tenant, ranges)
+
+    async def small_change(
+        self, tenant: str, collection: str, since: int, generations_max: int, chunks_max: int
+    ) -> SmallChange | None:
+        found = await super().small_change(tenant, collection, since, generations_max, chunks_max)
+        if found is not None and found.live:
+            self.reads += 1
+            await asyncio.sleep(self.read_s)  # the answer is on its way
+        return found
 
 
 async def test_what_anybody_wrote_is_found_by_the_next_search() -> None:
