@@ -111,6 +111,7 @@ class LiveRequest:
         "ended",
         "error",
         "first_token_s",
+        "flush_min_s",
         "instance",
         "inter_token_limit_s",
         "kept",
@@ -162,6 +163,7 @@ class LiveRequest:
         self.traceparent = traceparent
         self.tracestate = ""
         self.inter_token_limit_s = inter_token_limit_s
+        self.flush_min_s = 0.0  # between two messages, at least
         self.buffer_chars_max = TEXT_CHARS_MAX if whole else STREAM_BUFFER_CHARS_MAX
         self.outputs = [Output() for _ in range(max(1, work.sampling.n))]
         self.pending_chars = 0
@@ -357,7 +359,8 @@ class LiveRequest:
 
     def flushed(self, now: float) -> None:
         """What was due is being written; the next flush is one interval away."""
-        self._flush_at_s = now + self._flush.interval_s(self.ticket.priority_class)
+        interval_s = self._flush.interval_s(self.ticket.priority_class)
+        self._flush_at_s = now + max(interval_s, self.flush_min_s)
         self.pending_chars = 0
 
     def close(self) -> None:

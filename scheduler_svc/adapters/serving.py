@@ -142,9 +142,13 @@ class Serving:
         context: Context,
         told: Callable[[generate_pb2.GenerateResponse], Iterable[Any]],
         gate_reason: str = "",
+        *,
+        flush_min_s: float = 0.0,
     ) -> None:
-        """Serves a generation message by message. ``told``: what a message is written as."""
+        """Serves a generation message by message. ``told``: what a message is written as;
+        ``flush_min_s``: between two of them, at least."""
         live, field = await self.generation(request, caller, whole=False, gate_reason=gate_reason)
+        live.flush_min_s = flush_min_s
         async with self.served(live, field):
             await self._write(live, context, told)
 

@@ -74,6 +74,23 @@ def test_the_first_token_is_due_at_once_and_the_next_after_the_flush_interval(
     run_virtual(scenario())
 
 
+def test_who_wants_few_messages_gets_no_more(run_virtual: Run) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        live = make_live(streams=1)  # 1 ms / 0.5 = 2 ms between flushes
+        live.flush_min_s = 0.03
+        live.append(delta(0), loop.time())
+        await live.ready()
+        deltas_due(live)
+        began = loop.time()
+        live.flushed(began)
+        live.append(delta(1), loop.time())
+        await live.ready()
+        assert abs(loop.time() - began - 0.03) < 1e-6
+
+    run_virtual(scenario())
+
+
 def test_an_end_is_due_at_once_with_what_was_left(run_virtual: Run) -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
