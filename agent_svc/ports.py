@@ -1,15 +1,15 @@
-"""What a run needs from the world: its store, the model, tools and time.
+"""What runs need of tools, and tools of the world. The rest of a run's world: run_ports.py.
 
 Every method may wait for the network, ends within its own bounded time, and can be cancelled.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from agent_svc.domain.model import Message, ToolInfo
+from agent_svc.domain.model import ToolInfo
 
 Embed = Callable[[Sequence[str], float], Awaitable[Sequence[bytes]]]
 """Texts and seconds to a vector each, as little-endian float32. Raises SluiceError."""
@@ -143,35 +143,3 @@ class ToolBox(Protocol):
 
     async def states(self, tenant: str) -> Sequence[ToolStatus]:
         """All tools of the configuration and of the tenant, by name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The end of a model call."""
-
-    text: str
-    finish_reason: str  # "stop" or "length"
-    prompt_tokens: int
-    completion_tokens: int
-    cost: float
-    request_id: str
-
-
-class Model(Protocol):
-    """The models behind the scheduler's mesh API, for one run."""
-
-    def generate(
-        self,
-        messages: Sequence[Message],
-        *,
-        step: int,
-        json_schema: str = "",
-        tools: Sequence[ToolInfo] = (),
-        max_tokens: int | None = None,
-        deadline_s: float,
-    ) -> AsyncIterator[str | Written]:
-        """Text as it comes, then the end. Raises SluiceError as the scheduler refused or failed;
-        its retry delay is honest. Closing it cancels the call."""
-
-    async def embed(self, texts: Sequence[str], *, deadline_s: float) -> Sequence[bytes]:
-        """A vector for each text, as little-endian float32. Raises SluiceError."""
