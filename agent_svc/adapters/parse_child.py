@@ -18,7 +18,8 @@ from agent_svc.domain.chunking import TooManyChunksError, chunk
 
 def main(media_type: str, cpu_s: str, memory_bytes: str) -> None:
     """Reads, parses, writes."""
-    resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s), int(cpu_s)))
+    # The soft limit's signal tells who waits that it was this.
+    resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s), int(cpu_s) + 1))
     resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     content = sys.stdin.buffer.read()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -26,6 +27,7 @@ CPU_S: Final = 20  # 3 MiB of ordinary HTML or Markdown take 1.2 s
 WALL_S: Final = 60.0  # on a busy machine
 MEMORY_BYTES: Final = 1 << 30  # 3 MiB of ordinary HTML take 75 MB
 CHILDREN_MAX: Final = 2
+ATTEMPTS_MAX: Final = 2  # a child may be killed by others; one that content kills dies again
 
 _rooms: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]] = WeakKeyDictionary()
 
@@ -39,7 +41,10 @@ async def document_chunks(content: bytes, media_type: str) -> Sequence[Chunk]:
     if len(content) > CONTENT_BYTES_MAX:
         raise invalid("content", f"at most {CONTENT_BYTES_MAX} bytes")
     async with _room():
-        output = await _child(content, media_type)
+        for _ in range(ATTEMPTS_MAX):
+            output, was_limit = await _child(content, media_type)
+            if output or was_limit:
+                break
     told = await asyncio.to_thread(_read, output)
     if told is None:
         raise invalid("content", "is too complex to be parsed")
@@ -59,8 +64,8 @@ def _refused(told: str) -> SluiceError:
     return invalid("content", "makes more chunks than a document may have")
 
 
-async def _child(content: bytes, media_type: str) -> bytes:
-    """The output of a child; empty when a limit ended it."""
+async def _child(content: bytes, media_type: str) -> tuple[bytes, bool]:
+    """The output of a child, empty when it ended otherwise; and whether a time limit ended it."""
     child = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "agent_svc.adapters.parse_child", media_type, str(CPU_S), str(MEMORY_BYTES)),
@@ -72,9 +77,9 @@ async def _child(content: bytes, media_type: str) -> bytes:
     try:
         async with asyncio.timeout(WALL_S):
             output, _ = await child.communicate(content)
-        return output if child.returncode == 0 else b""
+        return output if child.returncode == 0 else b"", child.returncode == -signal.SIGXCPU
     except TimeoutError:
-        return b""
+        return b"", True
     finally:
         if child.returncode is None:
             child.kill()

@@ -211,6 +211,25 @@ async def test_a_caller_that_goes_away_ends_the_child(monkeypatch: pytest.Monkey
     assert started[0].returncode == -9
 
 
+async def test_a_child_that_somebody_kills_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = asyncio.create_subprocess_exec
+    started: list[asyncio.subprocess.Process] = []
+
+    async def killed_at_first(*command: str, **options: object) -> asyncio.subprocess.Process:
+        child = await start(*command, **options)  # type: ignore[arg-type]
+        started.append(child)
+        if len(started) == 1:
+            child.kill()
+        return child
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", killed_at_first)
+    (only,) = await document_chunks(b"text", "text/plain")
+    assert only.text == "text"
+    assert len(started) == 2
+
+
 async def test_a_child_has_no_secret_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = []
 
