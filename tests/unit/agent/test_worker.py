@@ -111,6 +111,16 @@ async def test_a_step_costs_one_append_and_a_call_under_way_none(world: World) -
 
 
 @virtual
+async def test_model_calls_and_tool_calls_carry_the_trace_of_the_run(world: World) -> None:
+    world.script.replies = list(TWO_STEPS)
+    traced = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
+    run = world.run(traceparent=traced)
+    world.agent()
+    await world.until_ended(run)
+    assert world.script.traceparents == [traced] * 4
+
+
+@virtual
 async def test_parallel_calls_run_side_by_side_and_each_end_is_stored_at_once(
     world: World,
 ) -> None:

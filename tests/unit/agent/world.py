@@ -57,6 +57,7 @@ from agent_svc.run_ports import (
     VectorChunk,
     Written,
 )
+from sluice import context as calling
 from sluice.errors import Code, SluiceError, unavailable
 
 UNIX_S = 1_700_000_000.0
@@ -306,6 +307,7 @@ class Script:
     ended: Counter[str] = field(default_factory=Counter)  # calls that ended, by key
     errors: dict[str, list[ToolError]] = field(default_factory=dict)  # by tool, one per try
     embeds: int = 0
+    traceparents: list[str] = field(default_factory=list)  # of model calls and tool calls
     embed_chars_max: int = 1000
     by_run: dict[str, list[str | SluiceError]] = field(default_factory=dict)  # other replies
     late: list[str] = field(default_factory=list)  # calls made after their end was stored
@@ -350,6 +352,7 @@ class ScriptedModel:
     ) -> AsyncGenerator[str | Written, None]:
         script = self._script
         script.prompts.append(prompt)
+        script.traceparents.append(calling.traceparent.get())
         script.model_calls[request_id] += 1
         replies = script.by_run.get(request_id.rpartition(".")[0], script.replies)
         reply = replies[min(self._before(request_id), len(replies) - 1)]
@@ -399,6 +402,7 @@ class ScriptedTools:
     ) -> ToolResult:
         assert name in self._names
         script, key = self._script, context.idempotency_key
+        script.traceparents.append(context.traceparent)
         await asyncio.sleep(script.tool_s / 2)
         script.effects[key] += 1
         stored = self._run.kinds if self._run else []
@@ -494,7 +498,7 @@ class World:
 
     def run(self, run_id: str = "r1", *, session: str = "", **fields: Any) -> Run:
         """Stores a task. Fields of TaskSpec, and `budget`."""
-        budget = fields.pop("budget", WIDE)
+        budget, traceparent = fields.pop("budget", WIDE), fields.pop("traceparent", "")
         work = TaskSpec(
             messages=(Message("user", "Do it."),),
             tools=tuple(TOOLS),
@@ -504,9 +508,8 @@ class World:
             context_tokens=8192,
             output_tokens_max=None,
         )
-        return self.state.create(
-            run_id, Spec(replace(work, **fields), budget, b""), session=session
-        )
+        spec = Spec(replace(work, **fields), budget, b"", traceparent=traceparent)
+        return self.state.create(run_id, spec, session=session)
 
     async def until(self, condition: Callable[[], bool], limit_s: float = 300.0) -> float:
         """Waits; the seconds it took."""
