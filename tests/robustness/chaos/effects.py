@@ -84,7 +84,11 @@ def effects_server(seed: int) -> Iterator[Effects]:
         def log_message(self, *_: object) -> None:
             """Nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_: object) -> None:
+            """A caller that was killed resets its connection."""
+
+    server = Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     effects.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, name="effects", daemon=True)
