@@ -248,7 +248,7 @@ async def test_a_cancelled_run_ends_its_call_within_a_second(
         metadata=client.metadata,
     )
     events = await task
-    assert time.monotonic() - begin < 2.0
+    assert time.monotonic() - begin < 3.0
     assert events[-1].ended.state == runs_pb2.RUN_STATE_CANCELLED
     await eventually(lambda: outside.server.left == 1, "the connection was closed", 2.0)
 

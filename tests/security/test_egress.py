@@ -246,7 +246,7 @@ async def test_a_slow_body_ends_at_the_total_time() -> None:
             with pytest.raises(ResponseRefusedError) as refused:
                 await get(one, url + path)
             assert refused.value.cap is Cap.TIME
-            assert time.monotonic() - begin < 2.0
+            assert time.monotonic() - begin < 4.0
 
 
 async def test_a_wrong_media_type_is_refused_before_the_body_is_read() -> None:
@@ -295,7 +295,7 @@ async def test_a_cancel_ends_the_exchange_at_once() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert time.monotonic() - begin < 0.5
+        assert time.monotonic() - begin < 2.0
 
 
 async def test_names_that_are_not_there_are_told_without_the_name() -> None:

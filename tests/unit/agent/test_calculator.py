@@ -70,7 +70,7 @@ REFUSED = (
 
 @pytest.mark.parametrize("expression", REFUSED, ids=lambda text: ascii(text[:20]))
 def test_everything_else_is_refused_with_a_fixed_text(expression: str) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(ToolError) as refused:
         compute(expression)
     assert (refused.value.reason, refused.value.made) == ("TOOL_REFUSED", False)
@@ -78,7 +78,7 @@ def test_everything_else_is_refused_with_a_fixed_text(expression: str) -> None:
         "That is no arithmetic expression, or its numbers are too large.",
         "Division by zero.",
     )
-    assert time.perf_counter() - begin < 0.5
+    assert time.process_time() - begin < 0.5
 
 
 WORDS = st.sampled_from(
@@ -88,7 +88,7 @@ WORDS = st.sampled_from(
 
 @given(st.lists(WORDS, max_size=60).map("".join))
 def test_no_expression_does_anything_but_give_a_bounded_number(expression: str) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     try:
         value = compute(expression)
     except ToolError:
@@ -96,7 +96,7 @@ def test_no_expression_does_anything_but_give_a_bounded_number(expression: str) 
     else:
         assert isinstance(value, int | float)
         assert math.isfinite(value) if isinstance(value, float) else value.bit_length() <= 4096
-    assert time.perf_counter() - begin < 0.5
+    assert time.process_time() - begin < 0.5
 
 
 async def test_the_tool_answers_in_json() -> None:

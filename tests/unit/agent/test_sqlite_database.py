@@ -149,7 +149,7 @@ async def test_a_cancel_stops_the_query_and_returns_when_it_has_stopped(
             async with asyncio.timeout(0.2):
                 await database.query(ENDLESS, 10, 10_000)
         assert database.running == 0
-        assert time.monotonic() - begin < 1.5
+        assert time.monotonic() - begin < 5.0  # without a stop: for ever
 
 
 async def test_queries_beyond_the_threads_wait_and_can_be_cancelled(
@@ -161,7 +161,7 @@ async def test_queries_beyond_the_threads_wait_and_can_be_cancelled(
         task.cancel()
     begin = time.monotonic()
     done = await asyncio.gather(*tasks, return_exceptions=True)
-    assert time.monotonic() - begin < 1.5
+    assert time.monotonic() - begin < 5.0  # without a stop: for ever
     assert database.running == 0
     assert {type(one) for one in done} == {asyncio.CancelledError}
     assert (await database.query("SELECT 1", 1, 1000)).rows == [[1]]
