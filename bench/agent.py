@@ -2,9 +2,10 @@
 agent service takes, how fast the runs of a killed one go on, and what agents cost the direct path.
 
 Real processes with an embedded Valkey (``appendfsync always``) and the simulated engine, whose time
-for an answer is known: tokens x 2 ms. A run's overhead is its whole time as its client sees it,
-less the engine's, by step; the tool is the calculator, which takes no time. The client runs on the
-same cores. See docs/BENCHMARKS.md for the figures.
+for an answer is known: tokens x 2 ms. A step's overhead is the time from one model step to the next
+as the client sees them through Envoy, less the engine's: the tool call between them (a calculator,
+which takes no time), all that is stored, the way through scheduler and execution. The client runs
+on the same cores. See docs/BENCHMARKS.md for the figures.
 """
 
 from __future__ import annotations
@@ -50,17 +51,30 @@ class Seen:
 
     began_s: float
     ended_s: float = 0.0
-    model_s: float = 0.0
-    steps: int = 0
+    model_steps: list[tuple[float, float]] = field(default_factory=list)
+    """When each was seen, and the engine's own time for it."""
     succeeded: bool = False
     broken: int = 0
     """Calls that were refused for a moment, or broke."""
     events: list[float] = field(default_factory=list)
 
     @property
-    def overhead_ms(self) -> float:
-        """Per model step, what is neither model nor tool."""
-        return (self.ended_s - self.began_s - self.model_s) / max(1, self.steps) * 1000
+    def steps(self) -> int:
+        """Model steps."""
+        return len(self.model_steps)
+
+    @property
+    def start_ms(self) -> float:
+        """From the request to the first model step, without the engine's time: admission, claim."""
+        seen_s, model_s = self.model_steps[0]
+        return (seen_s - self.began_s - model_s) * 1000
+
+    @property
+    def step_ms(self) -> list[float]:
+        """Of every further step, what is neither model nor tool: from one model step to the next,
+        a tool call between them."""
+        pairs = zip(self.model_steps, self.model_steps[1:], strict=False)
+        return [(there - here - model_s) * 1000 for (here, _), (there, model_s) in pairs]
 
 
 class Client:
@@ -142,9 +156,9 @@ def _note(seen: Seen, event: runs_pb2.RunEvent) -> None:
     seen.events.append(now)
     if event.HasField("model_step"):
         usage = event.model_step.usage
-        seen.steps += 1
         read = usage.prompt_tokens - usage.cached_tokens
-        seen.model_s += usage.completion_tokens * TOKEN_S + read / PREFILL_TOKENS_PER_S
+        model_s = usage.completion_tokens * TOKEN_S + read / PREFILL_TOKENS_PER_S
+        seen.model_steps.append((now, model_s))
     elif event.HasField("ended"):
         seen.ended_s = now
         seen.succeeded = event.ended.state == runs_pb2.RUN_STATE_SUCCEEDED
@@ -165,12 +179,13 @@ async def overhead(running: Mesh, count: int) -> dict[str, float]:
         runs = [await client.run() for _ in range(count)]
         after = running.cpu_s()
     _all_succeeded(runs)
-    times = [one.overhead_ms for one in runs]
+    times = [step for one in runs for step in one.step_ms]
     steps = sum(one.steps for one in runs)
     cpu = {name: (after[name] - before[name]) / steps * 1000 for name in after}
     return {
         "agent_step_overhead_ms_p50": quantile(times, 0.5),
         "agent_step_overhead_ms_p99": quantile(times, 0.99),
+        "agent_start_ms_p50": quantile([one.start_ms for one in runs], 0.5),
         "agent_step_cpu_ms": sum(ms for name, ms in cpu.items() if not name.startswith("sim")),
         **{f"agent_step_cpu_ms_{name}": ms for name, ms in cpu.items()},
     }
