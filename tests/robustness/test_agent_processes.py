@@ -12,6 +12,7 @@ Seen to fail on mutants: agent_process_once_repeated.
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 import uuid
@@ -19,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -90,11 +90,12 @@ def running(
 ) -> Iterator[Mesh]:
     port = effects[1]
     shape = Shape(
-        agents=1,
+        agents=2,
         agent={"lease_s": 1.0, "renew_s": 0.3},
         tools=[tool("put", "idempotent", port), tool("pay", "once", port)],
     )
     with mesh(tmp_path_factory.mktemp("agents"), shape) as made:
+        made["agent-1"].kill()  # stands by for the test that needs two
         yield made
 
 
@@ -188,9 +189,7 @@ DONE = {"answer": "done"}
 @pytest.mark.parametrize(
     "point",
     [
-        "agent.claimed",
         "agent.after_model_call",
-        "agent.before_tool_call",
         "agent.after_tool_call",
         "agent.after_append:2",
         "agent.before_end",
@@ -245,5 +244,29 @@ def test_a_run_survives_kills_at_any_moment(
     assert sorted(mine) == list(range(6))
 
 
-def test_a_folder_of_logs_holds_no_argument(running: Mesh, tmp_path: Path) -> None:
+def test_an_agent_that_stood_still_does_nothing_more_for_a_run_that_another_took_over(
+    running: Mesh, client: Client, effects: tuple[Effects, int]
+) -> None:
+    armed(running, "")
+    replies = [{"tool": "put", "arguments": {"n": number}} for number in range(5)]
+    run_id = client.start(*replies, DONE)
+    running.until(lambda: done(effects[0], run_id) >= 2, "the run goes on")
+    running["agent-0"].send(signal.SIGSTOP)
+    running["agent-1"].start()
+    try:
+        events = client.watch(run_id)
+        made = {key: n for key, n in effects[0].requests.items() if key.startswith(run_id)}
+    finally:
+        running["agent-0"].send(signal.SIGCONT)
+    time.sleep(2.0)  # what it would still do, it does now
+    assert {k: n for k, n in effects[0].requests.items() if k.startswith(run_id)} == made
+    assert running.serving("agent-0")
+    running["agent-1"].kill()
+    assert client.watch(run_id) == events
+    assert kinds(events).count("ended") == 1
+    numbers = [json.loads(text)["n"] for key, text in effects[0].table.items() if run_id in key]
+    assert sorted(numbers) == list(range(5))
+
+
+def test_the_log_holds_no_argument_of_a_call(running: Mesh) -> None:
     assert '"n"' not in running["agent-0"].text()
