@@ -13,7 +13,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-CHILDREN = 80
+CHILDREN = 60
 PARENT = f"""
 import agent_svc  # first, as in every process of the service
 import asyncio, sys

@@ -164,7 +164,8 @@ def test_every_rpc_is_known() -> None:
 
 async def call(client: MeshClient, rpc: str, request: Message) -> list[Any]:
     """All answers of an RPC, streamed or not."""
-    made = getattr(client.stub, rpc)(request, metadata=client.metadata, timeout=LIMIT_S)
+    stub = getattr(client.stub, rpc)
+    made = stub(request, metadata=client.metadata, timeout=LIMIT_S, wait_for_ready=True)
     if SERVICE.methods_by_name[rpc].server_streaming:
         return [answer async for answer in made]
     return [await made]
