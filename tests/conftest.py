@@ -1,4 +1,4 @@
-"""Fixtures that every test may use: virtual time."""
+"""What holds for every test: virtual time as a fixture, and searches that repeat themselves."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from sluice.clock import VirtualTimeLoop
 from sluice.clock import run_virtual as run_virtual_time
+
+# The same examples on every machine, and no limit of time for one: on a busy machine that limit
+# would fail what is right.
+settings.register_profile("repeated", deadline=None, derandomize=True, database=None)
+settings.load_profile("repeated")
 
 
 @pytest.fixture
