@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 KEY_HEADER = "idempotency-key"
-ANSWER_DELAY_S = {"/charge": (0.02, 0.2), "/mail": (0.1, 0.4)}
+ANSWER_DELAY_S = {"/charge": (0.02, 0.2), "/mail": (0.2, 0.5)}
 """From the effect to its answer, least and most. Mails take long, so that kills meet them."""
 
 
@@ -33,6 +33,8 @@ class Effects:
         self.charge_requests: Counter[str] = Counter()
         self.mails: Counter[str] = Counter()
         self.without_key = 0
+        self.requests = 0
+        """All of them; a single number, read without the lock."""
         self.port = 0
 
     def charged(self, order: str) -> int:
@@ -48,6 +50,7 @@ class Effects:
     def take(self, path: str, key: str, order: str) -> dict[str, Any]:
         """One request; its answer."""
         with self._lock:
+            self.requests += 1
             delay_s = self._random.uniform(*ANSWER_DELAY_S[path])
             if path == "/charge":
                 self.without_key += not key

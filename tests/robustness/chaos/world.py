@@ -1,9 +1,10 @@
 """A mesh with two agent services, orders that are worked off in it, and direct requests beside
 them; one process is killed at a random moment and started again, as a supervisor does.
 
-One round: `ORDERS` orders arrive over `ARRIVAL_S`; the victim dies at a moment that the seed draws;
-everybody asks again until it is acknowledged. A round is over when every acknowledged run has
-ended. A run that waits in doubt is decided by what the effects' server knows: made, or not made.
+One round: `ORDERS` orders arrive over `ARRIVAL_S`; the victim dies at a moment that the seed draws,
+after so many requests of tools and a time; everybody asks again until it is acknowledged. A round
+is over when every acknowledged run has ended. A run that waits in doubt is decided by what the
+effects' server knows: made, or not made.
 """
 
 from __future__ import annotations
@@ -37,16 +38,18 @@ SERVICES: Mapping[str, str] = {
 }
 ORDERS = 6
 ARRIVAL_S = 0.6
-KILL_WITHIN_S = 1.2
-"""The victim dies within this time from the first arrival: some orders have ended, some not
-begun."""
+KILL_AFTER_REQUESTS = 12
+KILL_WITHIN_S = 0.3
+KILL_LATEST_S = 3.0
+"""The victim dies within this time after so many requests of tools at most, a number that is drawn:
+on a slow machine too some calls are under way then, some orders have ended and some not begun."""
 
 SUPERVISED_S = 0.1
 """A supervisor starts a process again after this."""
 
 RECOVERY_MAX_S = 5.0
 ROUND_MAX_S = 45.0
-CALL_S = 5.0
+CALL_S = 2.5
 PAUSE_S = 0.05
 DIRECT_TOKENS = 8
 STEP_TOKENS_MAX = 256
@@ -200,9 +203,13 @@ class _Play:
         name = SERVICES[self._found.service]
         if self._found.service == "agent":
             name = self._random.choice(["agent-0", "agent-1"])
-        self._found.killed_at_s = self._random.uniform(0.05, KILL_WITHIN_S)
-        await asyncio.sleep(self._found.killed_at_s)
+        wanted = self._effects.requests + self._random.randrange(KILL_AFTER_REQUESTS + 1)
+        began_s = time.monotonic()
+        while self._effects.requests < wanted and time.monotonic() < began_s + KILL_LATEST_S:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(self._random.uniform(0.0, KILL_WITHIN_S))
         killed_s = time.monotonic()
+        self._found.killed_at_s = killed_s - began_s
         victim = self._mesh[name]
         await asyncio.to_thread(victim.kill)
         await asyncio.sleep(SUPERVISED_S)
