@@ -65,8 +65,8 @@ from state_svc.adapters.valkey_text import ValkeyTexts
 from state_svc.adapters.valkey_values import ValkeyBlobs, ValkeyValues
 from state_svc.adapters.values_servicers import BlobServicer, KeyValueServicer
 from state_svc.config import StateConfig, run_limits, session_limits
+from state_svc.document_ports import DocumentLimits
 from state_svc.ports import ValueLimits
-from state_svc.ports_documents import DocumentLimits
 
 _FILES: Final[tuple[FileDescriptor, ...]] = (
     aliases_pb2.DESCRIPTOR,

@@ -12,7 +12,8 @@ NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant's rights and limits. ``concurrent_runs``: agent runs at once; ``None``: no limit."""
+    """A tenant's rights and limits. ``concurrent_runs``: open agent runs, those that wait for
+    people not counted; None: the scheduler's ``agent_runs_max``."""
 
     name: str
     ceiling: PriorityClass = PriorityClass.CRITICAL

@@ -14,7 +14,7 @@ keys are only here. Pure.
     models = []                  # models and aliases it may use; empty: all
     agents = false
     tools = []                   # tools that its agents may use
-    concurrent_runs = 4          # agent runs at once; absent: no limit
+    concurrent_runs = 4          # open agent runs; absent: scheduler.agent_runs_max
     sessions = true
 """
 

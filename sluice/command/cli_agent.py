@@ -37,6 +37,7 @@ from sluice.command.cli_support import (
     fail_line,
     open_client,
     output,
+    print_json,
     print_table,
     span_s,
     status_of,
@@ -178,7 +179,7 @@ def list_runs(
     with open_client(config, endpoint, key_file) as client:
         found = list(_pages(client, wanted, limit))
     if as_json:
-        typer.echo(json.dumps([as_document(one) for one in found], ensure_ascii=False, indent=2))
+        print_json(found)
         return
     table = Table(box=None, pad_edge=False)
     for column in ("run", "state", "begun (UTC)", "steps", "calls", "tokens", "cost", "answer"):
@@ -302,7 +303,7 @@ def tools(
     with open_client(config, endpoint, key_file) as client:
         found = client.call("ListTools", runs_pb2.ListToolsRequest()).tools
     if as_json:
-        typer.echo(json.dumps([as_document(one) for one in found], ensure_ascii=False, indent=2))
+        print_json(found)
         return
     table = Table(box=None, pad_edge=False)
     for column in ("tool", "available", "does"):

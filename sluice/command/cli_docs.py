@@ -6,7 +6,6 @@ again replaces what is there. Files are stored and made searchable a few at a ti
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import uuid
@@ -24,12 +23,13 @@ from sluice.command.cli_support import (
     EXIT_FAILED,
     ConfigOption,
     EndpointOption,
+    JsonOption,
     KeyFileOption,
-    as_document,
     errors,
     fail_line,
     open_client,
     output,
+    print_json,
     print_table,
     warn_line,
 )
@@ -60,7 +60,6 @@ CollectionArgument = Annotated[
 LabelOption = Annotated[
     list[str] | None, typer.Option(help="name=value; repeatable.", show_default=False)
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 docs_app: Final = typer.Typer(
     help="Documents that runs and searches find things in, by collection.", no_args_is_help=True
@@ -129,7 +128,7 @@ def list_documents(
     with open_client(config, endpoint, key_file) as client:
         found = list(_documents(client, collection))
     if as_json:
-        typer.echo(json.dumps([as_document(one) for one in found], ensure_ascii=False, indent=2))
+        print_json(found)
         return
     table = Table(box=None, pad_edge=False)
     for column in ("document", "bytes", "chunks", "ready", "stored (UTC)", "labels"):
@@ -170,7 +169,7 @@ def search(
     with open_client(config, endpoint, key_file) as client:
         hits = client.call("SearchDocuments", request).hits
     if as_json:
-        typer.echo(json.dumps([as_document(one) for one in hits], ensure_ascii=False, indent=2))
+        print_json(hits)
         return
     for hit in hits:
         where = f"{hit.document_id}, bytes {hit.begin_byte} to {hit.end_byte}"

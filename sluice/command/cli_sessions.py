@@ -6,7 +6,6 @@ history afterwards.
 
 from __future__ import annotations
 
-import json
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
@@ -20,12 +19,13 @@ from sluice.command.cli_support import (
     EXIT_FAILED,
     ConfigOption,
     EndpointOption,
+    JsonOption,
     KeyFileOption,
-    as_document,
     errors,
     is_interactive,
     open_client,
     output,
+    print_json,
     print_table,
     status_of,
 )
@@ -40,7 +40,6 @@ NEW: Final = "new"
 PAGE: Final = 1000
 
 SessionArgument = Annotated[str, typer.Argument(help="The session; `list` names them.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 sessions_app: Final = typer.Typer(
     help="Conversations that the mesh keeps; `sluice chat --session` talks in one.",
@@ -60,7 +59,7 @@ def list_sessions(
     with open_client(config, endpoint, key_file) as client:
         found = list(_sessions(client, limit))
     if as_json:
-        typer.echo(json.dumps([as_document(one) for one in found], ensure_ascii=False, indent=2))
+        print_json(found)
         return
     table = Table(box=None, pad_edge=False)
     for column in ("session", "messages", "last used (UTC)", "deleted if idle (UTC)"):
@@ -87,8 +86,7 @@ def show(
     with open_client(config, endpoint, key_file) as client:
         messages = history(client, session)
     if as_json:
-        documents = [as_document(one) for one in messages]
-        typer.echo(json.dumps(documents, ensure_ascii=False, indent=2))
+        print_json(messages)
         return
     for message in messages:
         output().print(_told(message), soft_wrap=True)

@@ -4,6 +4,7 @@ status.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -19,6 +20,8 @@ from sluice.config import ConfigError, config_path
 from sluice.errors import Code, SluiceError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from google.protobuf.message import Message
     from rich.table import Table
 
@@ -56,6 +59,7 @@ KeyFileOption = Annotated[
     Path | None,
     typer.Option(help="File with the API key. Default: api-key of the runtime folder."),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def config_file(path: Path | None) -> MeshFile:
@@ -99,6 +103,12 @@ def print_table(table: Table) -> None:
     if not console.is_terminal:
         console.width = TABLE_WIDTH_MAX
     console.print(table)
+
+
+def print_json(messages: Iterable[Message]) -> None:
+    """Prints messages to stdout as one JSON array, as the JSON API writes them."""
+    documents = [as_document(one) for one in messages]
+    typer.echo(json.dumps(documents, ensure_ascii=False, indent=2))
 
 
 def errors() -> Console:

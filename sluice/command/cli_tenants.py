@@ -74,6 +74,10 @@ ToolOption = Annotated[
     ),
 ]
 LimitOption = Annotated[str, typer.Option(help="A number; `none`: no limit, the default.")]
+RunsOption = Annotated[
+    str,
+    typer.Option(help="Open agent runs; `none`: scheduler.agent_runs_max, the default."),
+]
 AgentsOption = Annotated[
     bool | None, typer.Option("--agents/--no-agents", help="May use agents. Default: no.")
 ]
@@ -130,7 +134,7 @@ def add(
     tokens_per_day: LimitOption = "",
     agents: AgentsOption = None,
     tool: ToolOption = None,
-    concurrent_runs: LimitOption = "",
+    concurrent_runs: RunsOption = "",
     sessions: SessionsOption = None,
     fail_open: FailOpenOption = None,
     config: ConfigOption = None,
@@ -170,7 +174,7 @@ def change(
     tokens_per_day: LimitOption = "",
     agents: AgentsOption = None,
     tool: ToolOption = None,
-    concurrent_runs: LimitOption = "",
+    concurrent_runs: RunsOption = "",
     sessions: SessionsOption = None,
     fail_open: FailOpenOption = None,
     config: ConfigOption = None,

@@ -17,15 +17,15 @@ from rich.text import Text
 from sluice.command.cli_support import (
     ConfigOption,
     EndpointOption,
-    as_document,
+    JsonOption,
     open_admin,
     output,
+    print_json,
     print_table,
 )
 from sluice.config import ConfigError
 
 TenantArgument = Annotated[str, typer.Argument(help="The tenant.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 tools_app: Final = typer.Typer(
     help="Tools that are registered for a tenant; `sluice agent tools` lists what a key may use.",
@@ -48,7 +48,7 @@ def list_tools(
         found = client.admin("ListTenantTools", request).tools
         known = client.admin("ListTenants", admin_pb2.ListTenantsRequest()).tenants
     if as_json:
-        typer.echo(json.dumps([as_document(one) for one in found], ensure_ascii=False, indent=2))
+        print_json(found)
         return
     allowed = {name for one in known if one.name == tenant for name in one.tools}
     table = Table(box=None, pad_edge=False)

@@ -27,6 +27,17 @@ from sluice.errors import (
 from sluice.state.v1 import documents_pb2, documents_pb2_grpc
 from state_svc.adapters.matrix_index import BUSY_RETRY_S
 from state_svc.adapters.store_errors import store_errors
+from state_svc.document_ports import (
+    ChunksMissingError,
+    DocumentStore,
+    GenerationReplacedError,
+    IndexLoadingError,
+    IndexTooLargeError,
+    RequestIdReusedError,
+    SearchBusyError,
+    SearchIndex,
+    VectorLengthError,
+)
 from state_svc.domain.documents import (
     VECTOR_BYTES,
     ChunkText,
@@ -43,17 +54,6 @@ from state_svc.domain.names import (
     check_document,
     check_request_id,
     check_tenant,
-)
-from state_svc.ports_documents import (
-    ChunksMissingError,
-    DocumentStore,
-    GenerationReplacedError,
-    IndexLoadingError,
-    IndexTooLargeError,
-    RequestIdReusedError,
-    SearchBusyError,
-    SearchIndex,
-    VectorLengthError,
 )
 
 CONTENT_BYTES_MAX: Final = 3 << 20

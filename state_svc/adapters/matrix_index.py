@@ -24,6 +24,13 @@ from functools import partial
 from typing import Final, TypeVar
 
 from sluice import logs
+from state_svc.document_ports import (
+    ChunkSource,
+    IndexLoadingError,
+    IndexTooLargeError,
+    SearchBusyError,
+    VectorLengthError,
+)
 from state_svc.domain.collection_index import CollectionIndex
 from state_svc.domain.documents import (
     Changed,
@@ -34,13 +41,6 @@ from state_svc.domain.documents import (
     is_record,
 )
 from state_svc.domain.segment import Segment, build
-from state_svc.ports_documents import (
-    ChunkSource,
-    IndexLoadingError,
-    IndexTooLargeError,
-    SearchBusyError,
-    VectorLengthError,
-)
 
 T = TypeVar("T")
 Key = tuple[str, str]  # tenant, collection: never one without the other
@@ -84,7 +84,7 @@ class _Entry:
 
 
 class MatrixIndex:
-    """A :class:`state_svc.ports_documents.SearchIndex`."""
+    """A :class:`state_svc.document_ports.SearchIndex`."""
 
     def __init__(self, source: ChunkSource, limits: IndexLimits | None = None) -> None:
         self.limit_hits: Counter[str] = Counter()  # by the bound's name
@@ -106,7 +106,7 @@ class MatrixIndex:
     async def search(
         self, tenant: str, collection: str, query: Query, wait_s: float
     ) -> Sequence[Match]:
-        """See :class:`state_svc.ports_documents.SearchIndex`."""
+        """See :class:`state_svc.document_ports.SearchIndex`."""
         if self._running >= self._limits.searches_max:
             self.limit_hits["searches_max"] += 1
             raise SearchBusyError

@@ -8,6 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from state_svc.adapters.valkey_documents import REQUEST_KEPT_S
+from state_svc.document_ports import (
+    ChunksMissingError,
+    DocumentLimits,
+    GenerationReplacedError,
+    RequestIdReusedError,
+    VectorLengthError,
+)
 from state_svc.domain.documents import (
     Changed,
     ChunkText,
@@ -19,13 +26,6 @@ from state_svc.domain.documents import (
     SmallChange,
 )
 from state_svc.ports import LimitReachedError
-from state_svc.ports_documents import (
-    ChunksMissingError,
-    DocumentLimits,
-    GenerationReplacedError,
-    RequestIdReusedError,
-    VectorLengthError,
-)
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class _Library:
 
 
 class MemoryDocuments:
-    """A :class:`state_svc.ports_documents.DocumentStore` and its ``ChunkSource``."""
+    """A :class:`state_svc.document_ports.DocumentStore` and its ``ChunkSource``."""
 
     def __init__(self, limits: DocumentLimits | None = None) -> None:
         self._limits = limits or DocumentLimits()
@@ -91,7 +91,7 @@ class MemoryDocuments:
     async def put(
         self, tenant: str, collection: str, document_id: str, draft: Draft, request_id: str
     ) -> DocumentState:
-        """See :class:`state_svc.ports_documents.DocumentStore`."""
+        """See :class:`state_svc.document_ports.DocumentStore`."""
         library = self._libraries.setdefault(tenant, _Library())
         now = _now()
         known = library.requests.get(request_id)
@@ -150,7 +150,7 @@ class MemoryDocuments:
     async def get(
         self, tenant: str, collection: str, document_id: str
     ) -> tuple[DocumentState, bytes] | None:
-        """See :class:`state_svc.ports_documents.DocumentStore`."""
+        """See :class:`state_svc.document_ports.DocumentStore`."""
         document = self._document(tenant, collection, document_id)
         if document is None:
             return None
@@ -159,7 +159,7 @@ class MemoryDocuments:
     async def list(
         self, tenant: str, collection: str, after: str, count: int
     ) -> tuple[Sequence[DocumentState], str]:
-        """See :class:`state_svc.ports_documents.DocumentStore`."""
+        """See :class:`state_svc.document_ports.DocumentStore`."""
         there = self._collection(tenant, collection)
         documents = {} if there is None else there.documents
         names = sorted(documents, key=str.encode)
@@ -168,7 +168,7 @@ class MemoryDocuments:
         return states, page[-1] if len(page) == count else ""
 
     async def delete(self, tenant: str, collection: str, document_id: str) -> bool:
-        """See :class:`state_svc.ports_documents.DocumentStore`."""
+        """See :class:`state_svc.document_ports.DocumentStore`."""
         document = self._document(tenant, collection, document_id)
         if document is None:
             return False
@@ -191,7 +191,7 @@ class MemoryDocuments:
         dims: int,
         chunk_count: int | None,
     ) -> DocumentState:
-        """See :class:`state_svc.ports_documents.DocumentStore`."""
+        """See :class:`state_svc.document_ports.DocumentStore`."""
         document = self._document(tenant, collection, document_id)
         if document is None or document.newest.number != generation:
             raise GenerationReplacedError
@@ -228,12 +228,12 @@ class MemoryDocuments:
     async def shown(
         self, tenant: str, places: Sequence[tuple[int, int]]
     ) -> Sequence[ChunkText | None]:
-        """See :class:`state_svc.ports_documents.DocumentStore`."""
+        """See :class:`state_svc.document_ports.DocumentStore`."""
         chunks = [self._chunk(tenant, generation, number) for generation, number in places]
         return [None if chunk is None else chunk.shown for chunk in chunks]
 
     async def head(self, tenant: str, collection: str) -> CollectionHead | None:
-        """See :class:`state_svc.ports_documents.ChunkSource`."""
+        """See :class:`state_svc.document_ports.ChunkSource`."""
         there = self._collection(tenant, collection)
         if there is None:
             return None
@@ -243,7 +243,7 @@ class MemoryDocuments:
     async def small_change(
         self, tenant: str, collection: str, since: int, generations_max: int, chunks_max: int
     ) -> SmallChange | None:
-        """See :class:`state_svc.ports_documents.ChunkSource`."""
+        """See :class:`state_svc.document_ports.ChunkSource`."""
         there = self._collection(tenant, collection)
         if there is None:
             return SmallChange(0, 0, [], [])
@@ -259,7 +259,7 @@ class MemoryDocuments:
         return SmallChange(there.version, there.dims, changed.generations, live, records)
 
     async def changed(self, tenant: str, collection: str, since: int) -> Changed | None:
-        """See :class:`state_svc.ports_documents.ChunkSource`."""
+        """See :class:`state_svc.document_ports.ChunkSource`."""
         there = self._collection(tenant, collection)
         if there is None:
             return None
@@ -272,7 +272,7 @@ class MemoryDocuments:
     async def live(
         self, tenant: str, collection: str, generations: Sequence[int]
     ) -> Mapping[int, LiveDocument]:
-        """See :class:`state_svc.ports_documents.ChunkSource`."""
+        """See :class:`state_svc.document_ports.ChunkSource`."""
         there = self._collection(tenant, collection)
         found = {}
         for name, document in ({} if there is None else there.documents).items():
@@ -286,7 +286,7 @@ class MemoryDocuments:
     async def records(
         self, tenant: str, ranges: Sequence[tuple[int, int, int]]
     ) -> Sequence[Sequence[bytes | None]]:
-        """See :class:`state_svc.ports_documents.ChunkSource`."""
+        """See :class:`state_svc.document_ports.ChunkSource`."""
         return [self._records(tenant, *one) for one in ranges]
 
     def _records(

@@ -17,6 +17,13 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from state_svc.adapters.valkey_link import Argument, Script, ValkeyLink, text
+from state_svc.document_ports import (
+    ChunksMissingError,
+    DocumentLimits,
+    GenerationReplacedError,
+    RequestIdReusedError,
+    VectorLengthError,
+)
 from state_svc.domain.documents import (
     Changed,
     ChunkText,
@@ -28,13 +35,6 @@ from state_svc.domain.documents import (
     SmallChange,
 )
 from state_svc.ports import LimitReachedError, StoreUnavailableError
-from state_svc.ports_documents import (
-    ChunksMissingError,
-    DocumentLimits,
-    GenerationReplacedError,
-    RequestIdReusedError,
-    VectorLengthError,
-)
 
 REQUEST_KEPT_S: Final = 86_400
 _SCRIPT: Final = Script("documents.lua")
@@ -45,7 +45,7 @@ _LIVE_AT_ONCE: Final = 256  # entries of up to 17 KiB in one reply
 
 
 class ValkeyDocuments:
-    """A :class:`state_svc.ports_documents.DocumentStore` and its ``ChunkSource``."""
+    """A :class:`state_svc.document_ports.DocumentStore` and its ``ChunkSource``."""
 
     def __init__(self, link: ValkeyLink, limits: DocumentLimits | None = None) -> None:
         self._link = link
@@ -54,7 +54,7 @@ class ValkeyDocuments:
     async def put(
         self, tenant: str, collection: str, document_id: str, draft: Draft, request_id: str
     ) -> DocumentState:
-        """See :class:`state_svc.ports_documents.DocumentStore`."""
+        """See :class:`state_svc.document_ports.DocumentStore`."""
         labels = json.dumps(dict(sorted(draft.labels.items())))
         keys = _keys(tenant, collection, document_id)
         keys.append(f"sluice:{{{tenant}}}:put:{request_id}")
@@ -87,7 +87,7 @@ class ValkeyDocuments:
     async def get(
         self, tenant: str, collection: str, document_id: str
     ) -> tuple[DocumentState, bytes] | None:
-        """See :class:`state_svc.ports_documents.DocumentStore`."""
+        """See :class:`state_svc.document_ports.DocumentStore`."""
         keys = _keys(tenant, collection, document_id)
 
         async def read(client: Redis) -> list[Any]:
@@ -102,7 +102,7 @@ class ValkeyDocuments:
     async def list(
         self, tenant: str, collection: str, after: str, count: int
     ) -> tuple[Sequence[DocumentState], str]:
-        """See :class:`state_svc.ports_documents.DocumentStore`."""
+        """See :class:`state_svc.document_ports.DocumentStore`."""
         names = _keys(tenant, collection, "")[3]
 
         async def read(client: Redis) -> tuple[list[bytes], list[Any]]:
@@ -122,7 +122,7 @@ class ValkeyDocuments:
         return states, text(found[-1]) if len(found) == count else ""
 
     async def delete(self, tenant: str, collection: str, document_id: str) -> bool:
-        """See :class:`state_svc.ports_documents.DocumentStore`."""
+        """See :class:`state_svc.document_ports.DocumentStore`."""
         arguments = ["delete", _chunks(tenant, ""), document_id, collection]
         keys = _keys(tenant, collection, document_id)
         reply = await self._link.script(_DELETION, keys, arguments)
@@ -138,7 +138,7 @@ class ValkeyDocuments:
         dims: int,
         chunk_count: int | None,
     ) -> DocumentState:
-        """See :class:`state_svc.ports_documents.DocumentStore`."""
+        """See :class:`state_svc.document_ports.DocumentStore`."""
         total = -1 if chunk_count is None else chunk_count
         limits = self._limits
         arguments: list[Argument] = ["store", _chunks(tenant, ""), generation, dims, total]
@@ -154,7 +154,7 @@ class ValkeyDocuments:
     async def shown(
         self, tenant: str, places: Sequence[tuple[int, int]]
     ) -> Sequence[ChunkText | None]:
-        """See :class:`state_svc.ports_documents.DocumentStore`."""
+        """See :class:`state_svc.document_ports.DocumentStore`."""
 
         async def read(client: Redis) -> list[bytes | None]:
             async with client.pipeline(transaction=False) as pipeline:
@@ -165,7 +165,7 @@ class ValkeyDocuments:
         return [None if found is None else _shown(found) for found in await self._link.run(read)]
 
     async def head(self, tenant: str, collection: str) -> CollectionHead | None:
-        """See :class:`state_svc.ports_documents.ChunkSource`."""
+        """See :class:`state_svc.document_ports.ChunkSource`."""
         key = _keys(tenant, collection, "")[2]
         fields = await self._link.run(lambda client: client.hmget(key, ["version", "dims", "size"]))
         version, dims, size = (int(field or 0) for field in fields)
@@ -174,7 +174,7 @@ class ValkeyDocuments:
     async def small_change(
         self, tenant: str, collection: str, since: int, generations_max: int, chunks_max: int
     ) -> SmallChange | None:
-        """See :class:`state_svc.ports_documents.ChunkSource`."""
+        """See :class:`state_svc.document_ports.ChunkSource`."""
         keys = _keys(tenant, collection, "")
         arguments: list[Argument] = [since, _chunks(tenant, ""), generations_max, chunks_max]
         reply = await self._link.script(_READING, [keys[2], keys[4], keys[5]], arguments)
@@ -191,7 +191,7 @@ class ValkeyDocuments:
         )
 
     async def changed(self, tenant: str, collection: str, since: int) -> Changed | None:
-        """See :class:`state_svc.ports_documents.ChunkSource`."""
+        """See :class:`state_svc.document_ports.ChunkSource`."""
         keys = _keys(tenant, collection, "")
 
         async def read(client: Redis, everything: bool) -> list[Any]:
@@ -216,7 +216,7 @@ class ValkeyDocuments:
     async def live(
         self, tenant: str, collection: str, generations: Sequence[int]
     ) -> Mapping[int, LiveDocument]:
-        """See :class:`state_svc.ports_documents.ChunkSource`."""
+        """See :class:`state_svc.document_ports.ChunkSource`."""
         key = _keys(tenant, collection, "")[4]
         found: dict[int, LiveDocument] = {}
         for some in _pieces(generations, _LIVE_AT_ONCE):
@@ -229,7 +229,7 @@ class ValkeyDocuments:
     async def records(
         self, tenant: str, ranges: Sequence[tuple[int, int, int]]
     ) -> Sequence[Sequence[bytes | None]]:
-        """See :class:`state_svc.ports_documents.ChunkSource`."""
+        """See :class:`state_svc.document_ports.ChunkSource`."""
 
         async def read(client: Redis) -> list[list[bytes | None]]:
             async with client.pipeline(transaction=False) as pipeline:

@@ -42,7 +42,7 @@ from state_svc.adapters.matrix_index import IndexLimits, MatrixIndex
 from state_svc.adapters.memory_documents import MemoryDocuments
 from state_svc.adapters.memory_runs import MemorySessions, MemoryTenants
 from state_svc.adapters.session_servicer import SessionServicer
-from state_svc.ports_documents import DocumentLimits
+from state_svc.document_ports import DocumentLimits
 from tests.contract.fake_state import FakeRuns
 
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name

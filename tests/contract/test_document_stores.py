@@ -1,6 +1,6 @@
 """Documents: one contract for the store in memory and the real one on Valkey.
 
-Oracle: the ports' own words (state_svc/ports_documents.py).
+Oracle: the ports' own words (state_svc/document_ports.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,15 @@ import pytest
 from state_svc.adapters.memory_documents import MemoryDocuments
 from state_svc.adapters.valkey_documents import ValkeyDocuments
 from state_svc.adapters.valkey_link import ValkeyLink
+from state_svc.document_ports import (
+    ChunksMissingError,
+    ChunkSource,
+    DocumentLimits,
+    DocumentStore,
+    GenerationReplacedError,
+    RequestIdReusedError,
+    VectorLengthError,
+)
 from state_svc.domain.documents import (
     ChunkText,
     DocumentState,
@@ -26,15 +35,6 @@ from state_svc.domain.documents import (
 )
 from state_svc.domain.words import terms_of
 from state_svc.ports import LimitReachedError
-from state_svc.ports_documents import (
-    ChunksMissingError,
-    ChunkSource,
-    DocumentLimits,
-    DocumentStore,
-    GenerationReplacedError,
-    RequestIdReusedError,
-    VectorLengthError,
-)
 from tests.valkey import ValkeyProcess, valkey
 
 LIMITS = DocumentLimits(collections_max=2, bytes_max=20_000, documents_max=4, chunks_max=12)

@@ -208,7 +208,7 @@ sys.exit(run(main()))
 
 
 def test_a_frame_stream_is_drained_in_band_before_the_server_stops() -> None:
-    """FACTS: ``stop(grace)`` with an open bidirectional stream waits out the whole grace. Method: a
+    """``stop(grace)`` with an open bidirectional stream waits out the whole grace. Method: a
     client holds a frame stream; the service's drain closes its writer, the client half-closes.
     Oracle: the client sees an orderly end, and the process ends long before the grace. Mutant:
     ``stop(drain_grace_s)`` instead of the drain."""

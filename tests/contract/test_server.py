@@ -197,7 +197,7 @@ async def test_an_unreadable_message_is_the_callers_fault(kind: str) -> None:
 
 
 async def test_a_refusal_before_the_first_message_is_trailers_only() -> None:
-    """Pitfall 3: only then can a transcoder choose the HTTP status. Oracle: the first HEADERS frame
+    """Only then can a transcoder choose the HTTP status. Oracle: the first HEADERS frame
     ends the stream. Mutant: the interceptor sends initial metadata first."""
     async with rig(things=Things(before=_raise(exhausted("BUSY", "Busy.", 1.5)))) as server:
         events = await asyncio.to_thread(_raw_call, server.server.ports[0], "ServerStream")
@@ -326,7 +326,7 @@ async def _until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_cancelled_calls_leave_no_handler_behind(kind: str) -> None:
-    """Pitfalls 9 and 11. Goal: handlers and counts go back to zero. Method: 60 calls cancelled at
+    """Goal: handlers and counts go back to zero. Method: 60 calls cancelled at
     seeded random moments before, in and after the first message. Seed 11. Mutant: the interceptor
     catches CancelledError and goes on."""
 
@@ -479,7 +479,7 @@ async def test_a_taken_port_refuses_the_start_by_name() -> None:
 
 
 async def test_pings_are_permitted_at_the_stated_interval() -> None:
-    """Pitfall 14. Method: a raw client holds a call open and pings every 50 ms, 20 times. Oracle:
+    """Method: a raw client holds a call open and pings every 50 ms, 20 times. Oracle:
     under a minimum of 10 ms it lives, under one of 60 s it is sent away (too_many_pings). Mutant:
     the option's often copied name, which the library ignores (the default is 5 minutes)."""
 

@@ -40,8 +40,8 @@ from state_svc.adapters.memory_stores import MemoryRegistry
 from state_svc.adapters.memory_values import MemoryBlobs, MemoryValues
 from state_svc.adapters.tools_servicer import ToolServicer
 from state_svc.adapters.values_servicers import BlobServicer, KeyValueServicer
+from state_svc.document_ports import DocumentLimits
 from state_svc.ports import CHILDREN_MAX, Kind, ValueLimits
-from state_svc.ports_documents import DocumentLimits
 
 EAST, NORTH = [1.0, 0.0], [0.0, 2.0]
 

@@ -1,6 +1,6 @@
 """Channel and server options: explicit, and by names that gRPC core reads.
 
-Goal (pitfall 14): no option is silently ignored. Oracle: every key is a string in the compiled
+Goal: no option is silently ignored. Oracle: every key is a string in the compiled
 library. Mutant: ``grpc.http2.min_recv_ping_interval_without_data_ms``, the name often copied, which
 is not in the library.
 """

@@ -17,6 +17,12 @@ import pytest
 from sluice.clock import run_virtual
 from state_svc.adapters.matrix_index import IndexLimits, MatrixIndex
 from state_svc.adapters.memory_documents import MemoryDocuments
+from state_svc.document_ports import (
+    IndexLoadingError,
+    IndexTooLargeError,
+    SearchBusyError,
+    VectorLengthError,
+)
 from state_svc.domain.documents import (
     ChunkText,
     CollectionHead,
@@ -29,12 +35,6 @@ from state_svc.domain.documents import (
 )
 from state_svc.domain.words import terms_of
 from state_svc.ports import StoreUnavailableError
-from state_svc.ports_documents import (
-    IndexLoadingError,
-    IndexTooLargeError,
-    SearchBusyError,
-    VectorLengthError,
-)
 
 WAIT_S = 5.0
 EAST = np.array([1, 0], dtype=np.float32)
