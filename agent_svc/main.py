@@ -17,6 +17,7 @@ from agent_svc.adapters.servicer import AgentServicer
 from agent_svc.adapters.state_documents import StateDocuments
 from agent_svc.adapters.state_runs import StateRuns
 from agent_svc.adapters.task_run import Manner
+from agent_svc.adapters.tenant_rights import TenantRights
 from agent_svc.adapters.tools.run_tools import RunTools
 from agent_svc.adapters.worker import Limits, Worker
 from agent_svc.config import AgentConfig
@@ -48,6 +49,7 @@ class Parts:
     ) -> None:
         self._config = config
         self._state = open_channel(config.state)
+        self.rights = TenantRights(self._state)
         self.tools = ToolParts(path, self._state, telemetry, os.environ, config.folder)
         self._models = MeshModels(config.schedulers)
         runs = StateRuns(self._state, config.state_timeout_s)
@@ -57,7 +59,9 @@ class Parts:
             documents=StateDocuments(self._state, config.state_timeout_s),
             usage=runs,
             models=self._models,
-            tools=lambda tenant, run_id, names: RunTools(tenant, run_id, names, self.tools.box),
+            tools=lambda tenant, run_id, names: RunTools(
+                tenant, run_id, names, self.tools.box, self.rights
+            ),
             chunks_of=document_chunks,
         )
         work = RunWork(outside, self._manner(), telemetry, embed_batch=config.embed_batch)
@@ -131,11 +135,13 @@ async def serve() -> int:
     server.add_service(SERVICE)
     await server.start()
     async with asyncio.TaskGroup() as group:
+        following = group.create_task(parts.rights.run())
         working = group.create_task(parts.worker.run())
         status = await serve_until_signalled(
             [server], parts.drain, config.drain_grace_s, probe_lag_s=config.probe_lag_s
         )
         working.cancel()
+        following.cancel()
     await parts.close()
     return status
 

@@ -5,7 +5,7 @@ Every method may wait for the network, ends within its own bounded time, and can
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -130,6 +130,13 @@ class DescribedSource(ToolSource, Protocol):
 
     async def states(self) -> Sequence[ToolStatus]:
         """All its tools, within seconds."""
+
+
+class Rights(Protocol):
+    """What tenants' runs may use now."""
+
+    def tools(self, tenant: str) -> Collection[str] | None:
+        """Names of tools and of what they belong to; ``None``: not known yet."""
 
 
 class ToolBox(Protocol):

@@ -8,7 +8,7 @@ they hold rendering back, stop the steps, count aborts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from inference_svc.ports import (
@@ -235,3 +235,14 @@ class FakeTelemetry(Telemetry):
         span = FakeSpan(name, traceparent, own, attributes or {})
         self.spans.append(span)
         return span
+
+
+class FixedRights:
+    """Port Rights of the agent service: the same list for every tenant, which a test may change."""
+
+    def __init__(self, names: Collection[str] | None) -> None:
+        self.names = names
+
+    def tools(self, tenant: str) -> Collection[str] | None:
+        """The list."""
+        return self.names

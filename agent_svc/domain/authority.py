@@ -1,6 +1,7 @@
 """Whether a run may call a tool. The model is an untrusted user: what it writes grants nothing.
 
-Pure. A run's names come from its spec, where the scheduler put what the tenant's list allows.
+Pure. A run's names come from its spec, where the scheduler put what the tenant's list allowed when
+the run was admitted; the list as it is now has to allow a call too.
 """
 
 from __future__ import annotations

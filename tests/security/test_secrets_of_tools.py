@@ -24,6 +24,7 @@ from agent_svc.ports import ToolContext, ToolError
 from sluice import logs
 from sluice.telemetry import Telemetry
 from sluice.telemetry_names import SPAN_TOOL
+from tests.fakes import FixedRights
 from tests.otlp_receiver import otlp_receiver
 from tests.security.http_server import Answer, endless, fixed, serving, silent
 from tests.security.test_ssrf_of_tools import SECRET, Loopback, box, declaration
@@ -79,7 +80,7 @@ async def every_end(telemetry: Telemetry) -> tuple[list[str], list[ToolError], s
         errors: list[ToolError] = []
         async with box(tools, telemetry=telemetry) as tool_box:
             names = [tool.name for tool in tools]
-            run = RunTools("t", "run", names, tool_box)
+            run = RunTools("t", "run", names, tool_box, FixedRights(names))
             for index, name in enumerate([*names, "nobody"]):
                 context = ToolContext("t", "run", f"run:{index}", 5.0, traceparent=TRACE)
                 argument = {"calc": "expression", "data": "sql"}.get(name, "q")

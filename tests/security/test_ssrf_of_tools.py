@@ -34,6 +34,7 @@ from sluice import tool_rules
 from sluice.agent.v1.tools_pb2 import ToolDeclaration
 from sluice.egress_rules import parse_host
 from sluice.errors import SluiceError
+from tests.fakes import FixedRights
 from tests.security.http_server import Answer, HttpServer, canaries, endless, fixed, serving, silent
 from tests.security.test_egress import NO_TLS, forms
 
@@ -278,7 +279,7 @@ async def test_keys_secrets_and_traces_go_along_and_secrets_do_not_come_back() -
         "parametersJson": json.dumps(IDS),
     }
     async with allowed({"/": echo}, **http) as (tools, server):
-        runs = RunTools("t", "run", ["x"], tools)
+        runs = RunTools("t", "run", ["x"], tools, FixedRights(["x"]))
         context = ToolContext("t", "run", "run:7", 5.0, traceparent=trace)
         result = await runs.call("x", '{"id": "ä", "q": "1"}', context)
         (asked,) = server.asked

@@ -42,6 +42,7 @@ from agent_svc.ports import ChunkFound, Tool, ToolContext, ToolError, ToolResult
 from agent_svc.run_ports import Phase
 from sluice.agent.v1.tools_pb2 import ToolDeclaration
 from sluice.errors import SluiceError
+from tests.fakes import FixedRights
 from tests.unit.agent.world import Script, World, answer, calls
 
 Virtual = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -137,6 +138,7 @@ MAY = {
     "a": {"find", "own", "pay", "mail__read", "notes__read", "notes__wipe"},
     "b": {"find", "vault", "disk__read", "disk__wipe"},
 }
+ALL = FixedRights({name for names in GRANTED.values() for name in names})
 NEEDS_APPROVAL = {"pay", "disk__read", "disk__wipe"}
 
 
@@ -205,7 +207,7 @@ async def test_ten_thousand_turns_of_a_hostile_model_run_nothing_that_was_not_gr
     rng = random.Random(SEED)
     got: Counter[Any] = Counter()
     box = tools_of(got)
-    runs = {t: RunTools(t, f"run-{t}", names, box) for t, names in GRANTED.items()}
+    runs = {t: RunTools(t, f"run-{t}", names, box, ALL) for t, names in GRANTED.items()}
     approved_calls: Counter[tuple[str, str]] = Counter()
     refusals: Counter[str] = Counter()
     for turn in range(TURNS):
@@ -242,11 +244,11 @@ async def test_ten_thousand_turns_of_a_hostile_model_run_nothing_that_was_not_gr
 async def test_what_the_model_is_shown_is_what_it_may_call() -> None:
     box = tools_of(Counter())
     for tenant, names in GRANTED.items():
-        infos = await RunTools(tenant, "r", names, box).infos()
+        infos = await RunTools(tenant, "r", names, box, ALL).infos()
         assert {info.name for info in infos} == MAY[tenant]
-    assert await RunTools("a", "r", [], box).infos() == []
+    assert await RunTools("a", "r", [], box, ALL).infos() == []
     with pytest.raises(ToolError, match="may not call"):
-        await RunTools("a", "r", [], box).call("find", "{}", ToolContext("a", "r", "k", 1.0))
+        await RunTools("a", "r", [], box, ALL).call("find", "{}", ToolContext("a", "r", "k", 1.0))
 
 
 # Whole runs, with the loop.
@@ -264,7 +266,7 @@ def in_world(test: Callable[[World, Counter[Any]], Awaitable[None]]) -> Coroutin
         got: Counter[Any] = Counter()
         box = obeying(got)
         world = World(Script())
-        world.tools = lambda tenant, run_id, names: RunTools(tenant, run_id, names, box)
+        world.tools = lambda tenant, run_id, names: RunTools(tenant, run_id, names, box, ALL)
         try:
             await test(world, got)
         finally:

@@ -1,7 +1,8 @@
 """The tools of one run, and the only way to call them.
 
-What a run may call is decided here, at the moment of the call, from the names in its spec and
-nothing else: not from what the model was shown, wrote, or was told to write.
+What a run may call is decided here, at the moment of the call, from the names in its spec and the
+tenant's list as it is now, and nothing else: not from what the model was shown, wrote, or was told
+to write.
 """
 
 from __future__ import annotations
@@ -13,24 +14,33 @@ from dataclasses import replace
 from agent_svc.domain.authority import grants
 from agent_svc.domain.model import ToolInfo
 from agent_svc.domain.tool_format import check_arguments
-from agent_svc.ports import ToolBox, ToolContext, ToolError, ToolResult
-from sluice.errors import SluiceError
+from agent_svc.ports import Rights, ToolBox, ToolContext, ToolError, ToolResult
+from sluice.errors import SluiceError, unavailable
 
 
 class RunTools:
     """Of one run of one tenant. ``names``: those of its spec."""
 
-    def __init__(self, tenant: str, run_id: str, names: Sequence[str], box: ToolBox) -> None:
+    def __init__(
+        self, tenant: str, run_id: str, names: Sequence[str], box: ToolBox, rights: Rights
+    ) -> None:
         self._tenant = tenant
         self._run_id = run_id
         self._names = tuple(names)
         self._box = box
+        self._rights = rights
 
     async def infos(self) -> Sequence[ToolInfo]:
         """What may be called now, in the order of the names. Raises SluiceError UNAVAILABLE, as
-        the resolving does."""
+        the resolving does, and while nobody knows the tenant's list."""
+        if self._names and self._rights.tools(self._tenant) is None:
+            raise unavailable("STATE_UNREACHABLE", "The state service has said nothing yet.")
         found = await self._box.resolve(self._tenant, self._names)
-        return [tool.info for tool in found if grants(self._names, tool.info.name)]
+        return [tool.info for tool in found if self._granted(tool.info.name)]
+
+    def _granted(self, name: str) -> bool:
+        listed = self._rights.tools(self._tenant)
+        return listed is not None and grants(self._names, name) and grants(listed, name)
 
     async def call(
         self, name: str, arguments_json: str, context: ToolContext, *, approved: bool = False
@@ -38,7 +48,7 @@ class RunTools:
         """Makes one call. ``arguments_json``: checked here, against the schema as it is now.
         ``approved``: whether a person agreed to this call. Raises ToolError: TOOL_NOT_GRANTED,
         TOOL_UNKNOWN, TOOL_NOT_APPROVED and TOOL_REFUSED before anything was done."""
-        if not grants(self._names, name):
+        if not self._granted(name):
             raise ToolError("TOOL_NOT_GRANTED", "The run may not call this tool.", made=False)
         try:
             found = await self._box.resolve(self._tenant, [name])

@@ -29,6 +29,7 @@ from agent_svc.tool_parts import declared
 from sluice.agent.v1.tools_pb2 import TOOL_EFFECT_ONCE, ToolDeclaration
 from sluice.config import ConfigError
 from sluice.errors import Code, SluiceError, unavailable
+from tests.fakes import FixedRights
 
 Virtual = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -281,7 +282,7 @@ def test_the_configuration_names_table_and_field_of_what_is_wrong(tmp_path: Path
 
 async def test_arguments_are_checked_against_the_schema_at_the_moment_of_the_call() -> None:
     tools = box([tool("a")])
-    run = RunTools("t", "r", ["a"], tools)
+    run = RunTools("t", "r", ["a"], tools, FixedRights(["a"]))
     context = ToolContext("t", "r", "k", 1.0)
     assert (await run.call("a", '{"expression": "1"}', context)).content_json == '{"result": 1}'
     for text in ("{}", '{"expression": 1}', '{"expression": "1", "more": 2}', "[]", "{", "NaN"):
@@ -294,8 +295,31 @@ async def test_arguments_are_checked_against_the_schema_at_the_moment_of_the_cal
 async def test_a_call_of_a_tool_that_went_away_was_not_made(tmp_path: Path) -> None:
     tools = box([tool("gone", sql={"url": "sqlite:///gone.db"})], root=tmp_path)
     with pytest.raises(ToolError) as failed:
-        await RunTools("t", "r", ["gone"], tools).call(
+        await RunTools("t", "r", ["gone"], tools, FixedRights(["gone"])).call(
             "gone", '{"sql": "SELECT 1"}', ToolContext("t", "r", "k", 1.0)
         )
     assert (failed.value.reason, failed.value.made) == ("TOOL_UNAVAILABLE", False)
     await tools.close()
+
+
+async def test_what_a_tenant_may_no_longer_use_is_neither_shown_nor_called() -> None:
+    rights = FixedRights(["a", "b"])
+    run = RunTools("t", "r", ["a", "b"], box([tool("a"), tool("b")]), rights)
+    context = ToolContext("t", "r", "k", 1.0)
+    assert [info.name for info in await run.infos()] == ["a", "b"]
+    rights.names = ["b", "c"]
+    assert [info.name for info in await run.infos()] == ["b"]
+    with pytest.raises(ToolError) as refused:
+        await run.call("a", '{"expression": "1"}', context)
+    assert (refused.value.reason, refused.value.made) == ("TOOL_NOT_GRANTED", False)
+    assert (await run.call("b", '{"expression": "1"}', context)).content_json == '{"result": 1}'
+
+
+async def test_while_a_tenants_list_is_not_known_nothing_is_called() -> None:
+    run = RunTools("t", "r", ["a"], box([tool("a")]), FixedRights(None))
+    with pytest.raises(SluiceError) as waits:
+        await run.infos()
+    assert waits.value.reason == "STATE_UNREACHABLE"
+    with pytest.raises(ToolError, match="may not call"):
+        await run.call("a", '{"expression": "1"}', ToolContext("t", "r", "k", 1.0))
+    assert await RunTools("t", "r", [], box([]), FixedRights(None)).infos() == []
