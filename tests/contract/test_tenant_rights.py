@@ -62,7 +62,8 @@ async def put(channel: grpc.aio.Channel, name: str, **fields: Any) -> None:
     stub: Any = TenantServiceStub(channel)
     ceiling = policy_pb2.PRIORITY_CLASS_INTERACTIVE
     tenant = tenants_pb2.Tenant(name=name, ceiling=ceiling, **fields)
-    await stub.PutTenant(tenants_pb2.PutTenantRequest(tenant=tenant))
+    request = tenants_pb2.PutTenantRequest(tenant=tenant)
+    await stub.PutTenant(request, timeout=WAIT_S, wait_for_ready=True)
 
 
 async def test_a_tenants_list_is_followed_through_changes_and_restarts() -> None:
