@@ -42,7 +42,6 @@ WARM_UP = 5
 CROWD = 200
 LIMIT_S = 120.0
 AGAIN_S = 0.2
-CALL_MESSAGE_MAX = 8 << 20
 
 
 @dataclass

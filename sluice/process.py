@@ -82,13 +82,6 @@ async def shutdown_requested() -> None:
         await shutdown.requested.wait()
 
 
-def request_shutdown() -> None:
-    """Asks for the orderly end that a signal asks for. Nothing outside :func:`run`."""
-    shutdown = _current.get()
-    if shutdown is not None:
-        shutdown.request()
-
-
 def run(main: Coroutine[Any, Any, int | None]) -> int:
     """Runs a service's main coroutine to its end and returns the exit code: what it returned,
     0 when a signal ended its start-up, :data:`EXIT_CONFIG` after a ConfigError (on stderr, naming

@@ -77,13 +77,13 @@ REQUESTS: Final[Mapping[str, Reason]] = {
         _BAD, "request", "Prompt and output do not fit into the model's context."
     ),
     "CONTEXT_LENGTH": _reason(_BAD, "request", "As CONTEXT_LENGTH_EXCEEDED, for embeddings."),
-    "INVALID_CONSTRAINT": _reason(_BAD, "request", "The structured output does not compile."),
+    "INVALID_CONSTRAINT": _reason(
+        _BAD, "request", "The structured output does not compile, or not in time."
+    ),
     "NO_CHAT_TEMPLATE": _reason(_NOT_NOW, "model", "The model takes no conversations: send text."),
     "MODEL_UNKNOWN": _reason(_NONE, "model", "No such model for this tenant."),
     "MODEL_CAPABILITY": _reason(_NOT_NOW, "model", "The model does not do what is asked."),
-    "METHOD_NOT_AVAILABLE": _reason(
-        Code.UNIMPLEMENTED, "request", "The method is not there, or not yet."
-    ),
+    "METHOD_NOT_AVAILABLE": _reason(Code.UNIMPLEMENTED, "request", "The method is not there."),
     # The agent path.
     "AGENT_REFUSED": Reason(
         (_MAY_NOT, _BUSY),

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from sluice import context
-from sluice.telemetry_names import METRICS, SPANS, Kind, Metric
+from sluice.telemetry_names import ATTR_ERROR_TYPE, METRICS, SPANS, Kind, Metric
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Observation
@@ -97,7 +97,7 @@ class _RecordedSpan(Span):
         if error is not None:
             from opentelemetry.trace import Status, StatusCode
 
-            self._span.set_attribute("error.type", error)
+            self._span.set_attribute(ATTR_ERROR_TYPE, error)
             self._span.set_status(Status(StatusCode.ERROR))
         self._span.end(end_unix_ns)
 

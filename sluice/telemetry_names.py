@@ -35,12 +35,7 @@ SPANS = frozenset(
 
 # --- Attributes ----------------------------------------------------------------------------------
 
-ATTR_OPERATION = "gen_ai.operation.name"  # chat, text_completion, embeddings
-ATTR_SYSTEM = "gen_ai.provider.name"
 ATTR_REQUEST_MODEL = "gen_ai.request.model"
-ATTR_RESPONSE_MODEL = "gen_ai.response.model"
-ATTR_MAX_TOKENS = "gen_ai.request.max_tokens"
-ATTR_TEMPERATURE = "gen_ai.request.temperature"
 ATTR_INPUT_TOKENS = "gen_ai.usage.input_tokens"
 ATTR_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 ATTR_FINISH_REASONS = "gen_ai.response.finish_reasons"
@@ -52,7 +47,6 @@ ATTR_CLASS = "sluice.priority_class"
 ATTR_INSTANCE = "sluice.instance"
 ATTR_ATTEMPT = "sluice.attempt"
 ATTR_ATTEMPTS = "sluice.attempts"
-ATTR_SLOT = "sluice.slot"
 ATTR_FRAME = "sluice.frame"  # number of the frame, on its stream, that brought the start
 ATTR_OUTCOME = "sluice.outcome"
 ATTR_CACHED_TOKENS = "sluice.cached_tokens"

@@ -106,13 +106,6 @@ def preview_bytes(tool: Declaration) -> int:
     return min(tool.preview_bytes or PREVIEW_BYTES, output_bytes_max(tool))
 
 
-def secret_variables(tool: Declaration) -> tuple[str, ...]:
-    """The environment variables that it reads, sorted."""
-    kind = tool.WhichOneof("kind")
-    headers: Mapping[str, str] = getattr(getattr(tool, kind), "secret_headers", {}) if kind else {}
-    return tuple(sorted(set(headers.values())))
-
-
 def egress_rules(egress: tools_pb2.Egress, where: str = "egress") -> EgressRules:
     """Where its connections may go. Raises INVALID_ARGUMENT."""
     parts: dict[str, tuple[Any, ...]] = {}

@@ -4,8 +4,8 @@ Pure. A reply is one object: a call ``{"tool": NAME, "arguments": {...}}``, seve
 ``{"calls": [...]}``, or the end ``{"answer": ...}``. What a tool declares is reduced to the
 keywords that grammar compilers take and compile fast: types, properties, items, constants,
 alternatives, references, small bounds. The rest is checked after the reply, by
-``sluice.json_schemas``: a pattern can take a compiler minutes, and a string of at most 128
-characters takes xgrammar 0.2.8 some 10 s.
+``sluice.json_schemas``: a pattern can take a compiler minutes, the length of a string many seconds
+(inference_svc/README.md).
 """
 
 from __future__ import annotations

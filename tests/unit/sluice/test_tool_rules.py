@@ -18,7 +18,6 @@ from sluice.tool_rules import (
     output_bytes_max,
     parameters_of,
     preview_bytes,
-    secret_variables,
     timeout_s,
 )
 
@@ -145,9 +144,3 @@ def test_limits_that_are_not_set_have_their_defaults() -> None:
 
 def test_a_tool_without_parameters_takes_none() -> None:
     assert parameters_of("", "f")["additionalProperties"] is False
-
-
-def test_the_variables_of_a_declaration_are_found() -> None:
-    assert secret_variables(tool(http=HTTP)) == ("TOOL_SECRET_API",)
-    assert secret_variables(tool(clock={})) == ()
-    assert secret_variables(ToolDeclaration()) == ()
