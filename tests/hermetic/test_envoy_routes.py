@@ -6,8 +6,6 @@ With the real Envoy before a scripted scheduler.
 from __future__ import annotations
 
 import base64
-import datetime
-import ipaddress
 import json
 import ssl
 import subprocess
@@ -19,9 +17,6 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -31,6 +26,7 @@ from sluice.scheduler.v1 import (
     generate_pb2,
     scheduler_pb2_grpc,
 )
+from tests.certificates import self_signed
 from tests.hermetic.edge_harness import (
     Edge,
     edge,
@@ -294,35 +290,6 @@ def test_the_admin_api_is_reachable_in_clear_text_unless_switched_off(
     ):
         list_tenants(closed.target)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
-def self_signed(folder: Path) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 and its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    loopback = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(minutes=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([loopback]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    chain, private = folder / "tls.crt", folder / "tls.key"
-    chain.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    private.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    return chain, private
 
 
 def test_the_tls_listener_serves_grpc_and_http_without_the_admin_api(tmp_path: Path) -> None:
