@@ -105,6 +105,11 @@ class Parts:
             transport = GrpcQuotaTransport(self.state_channel)
             self.quota = QuotaClient(life, transport, time.monotonic)
             QuotaMetrics(telemetry, self.quota, self.usage)
+            self.watches = RunWatches(
+                open_channel(config.state),
+                write_limit_s=config.write_limit_s,
+                watches_max=config.run_watches_max,
+            )
         keeper = QuotaKeeper(self.quota)
         signer = _signer(config)
         self.gate = Gate(domain, signer, flush, config.write_limit_s, keeper)
@@ -121,10 +126,24 @@ class Parts:
         self._state_watch = self._watch_of_state(aliases, health)
         metrics = SchedulerMetrics(telemetry, self.gate)
         self.decisions.export(telemetry)
-        agents = AgentPath(AgentGate(agent_limits(config)), run_limits(config))
-        agents.export(telemetry)
         telemetry.counter(names.CONFIG_RELOADS, self._read_reloads)
         telemetry.gauge(names.RUN_WATCHES, lambda: self.watches.open if self.watches else 0)
+        self._make_apis(signer, catalog, metrics, telemetry, health)
+        self._execution = health.component("execution")
+        self._instances = health.component("instances")
+
+    def _make_apis(
+        self,
+        signer: GrantSigner,
+        catalog: Catalog,
+        metrics: SchedulerMetrics,
+        telemetry: Telemetry,
+        health: Health,
+    ) -> None:
+        """The servicers, and what stands between them and the gate."""
+        config, channel = self._config, self.state_channel
+        agents = AgentPath(AgentGate(agent_limits(config)), run_limits(config))
+        agents.export(telemetry)
         decisions = Decisions(
             Recorder(config.name, config.decision_slow_share),
             self.decisions,
@@ -143,14 +162,6 @@ class Parts:
         identity = Identity(self.tenants, serving)
         credentials = CredentialSigner(signer)
         self.link = AgentLink(self._channels, self._usable)
-        store = None
-        if self.state_channel is not None:
-            store = RunStore(self.state_channel, credentials)
-            self.watches = RunWatches(
-                open_channel(config.state),
-                write_limit_s=config.write_limit_s,
-                watches_max=config.run_watches_max,
-            )
         runs = RunParts(
             serving=serving,
             identity=identity,
@@ -158,7 +169,7 @@ class Parts:
             gate=self.gate,
             agents=agents,
             link=self.link,
-            store=store,
+            store=RunStore(channel, credentials) if channel is not None else None,
             watches=self.watches,
             state_up=lambda: not health.component("state", optional=True).reason,
             count_limit=metrics.count_limit,
@@ -167,15 +178,15 @@ class Parts:
         self.public = joined(
             PublicApi(serving, identity, catalog, self.usage, decisions),  # type: ignore[abstract]
             RunsApi(runs),  # type: ignore[abstract]
-            SessionsApi(identity, self.state_channel),  # type: ignore[abstract]
-            DocumentsApi(runs, identity, self.state_channel),  # type: ignore[abstract]
+            SessionsApi(identity, channel),  # type: ignore[abstract]
+            DocumentsApi(runs, identity, channel),  # type: ignore[abstract]
         )
         self.meshed = MeshApi(
             serving,
             self.tenants,
             credentials,
             CredentialVerifier(config.keys_dir / PUBLIC_FOLDER),
-            RunRights(self.state_channel, self.tenants),
+            RunRights(channel, self.tenants),
         )
         self.admin = AdminApi(
             config.name,
@@ -183,10 +194,8 @@ class Parts:
             self.fleet,
             self.tenants,
             catalog,
-            StateAdmin(self.state_channel) if self.state_channel is not None else None,
+            StateAdmin(channel) if channel is not None else None,
         )
-        self._execution = health.component("execution")
-        self._instances = health.component("instances")
 
     def _watch_of_state(self, aliases: AliasTable, health: Health) -> StateWatch | None:
         if self.state_channel is None:
