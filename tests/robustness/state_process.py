@@ -23,6 +23,7 @@ from sluice.channels import open_channel
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_S = 20.0
+STORE_TIMEOUT_S = 0.2  # longest wait for a reply of the store
 
 
 def free_port() -> int:
@@ -40,7 +41,7 @@ def _environ(**more: str) -> dict[str, str]:
 class StateProcess:
     """``python -m state_svc.main`` on a free port."""
 
-    def __init__(self, store_url: str, timeout_s: float = 0.2) -> None:
+    def __init__(self, store_url: str, timeout_s: float = STORE_TIMEOUT_S) -> None:
         self.address = f"127.0.0.1:{free_port()}"
         self._environ = _environ(
             SLUICE_STATE_BIND=self.address,
@@ -88,9 +89,11 @@ class StateProcess:
 
 
 @contextlib.asynccontextmanager
-async def state_service(store_url: str) -> AsyncIterator[tuple[StateProcess, grpc.aio.Channel]]:
+async def state_service(
+    store_url: str, timeout_s: float = STORE_TIMEOUT_S
+) -> AsyncIterator[tuple[StateProcess, grpc.aio.Channel]]:
     """A running service and a channel to it, both gone at the end."""
-    service = StateProcess(store_url)
+    service = StateProcess(store_url, timeout_s)
     service.start()
     channel = open_channel(service.address)
     try:
