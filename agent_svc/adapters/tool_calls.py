@@ -69,7 +69,7 @@ class ToolCalls:
             fault_point("agent.before_tool_call")
             self.made += 1
             try:
-                result = await self._once(planned, left_s)
+                result = await self._once(planned, info, left_s)
             except ToolError as error:
                 if error.made and info.effect is Effect.ONCE:
                     return None
@@ -89,14 +89,15 @@ class ToolCalls:
             )
         raise AssertionError("unreachable")
 
-    async def _once(self, planned: PlannedCall, left_s: float) -> ToolResult:
+    async def _once(self, planned: PlannedCall, info: ToolInfo, left_s: float) -> ToolResult:
         try:
-            # Approved, if that was needed: it would not have been planned otherwise.
+            # If it needed a person's word when it was planned, it has it; if it needs one since,
+            # it is refused.
             return await self._tools.call(
                 planned.call.name,
                 planned.call.arguments_json,
                 self._context(planned, left_s),
-                approved=True,
+                approved=info.needs_approval,
             )
         except ToolError:
             raise

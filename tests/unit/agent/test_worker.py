@@ -281,6 +281,19 @@ async def test_an_approval_lets_the_call_be_made(world: World) -> None:
     assert world.script.effects == {"r1:2": 1}
 
 
+@virtual
+async def test_only_a_call_that_needed_an_approval_says_that_it_has_it(world: World) -> None:
+    """So a tool that needs one since the call was planned is not called. Mutant:
+    every_call_is_approved."""
+    world.script.replies = [calls(("find", {"n": 1}), ("sign", {"n": 1})), answer("done")]
+    run = world.run()
+    world.agent()
+    await world.until(lambda: run.phase is Phase.WAITING)
+    world.state.resume(run, Resumed(3, Decision.RETRY))
+    await world.until_ended(run)
+    assert world.script.approved == {"find": False, "sign": True}
+
+
 # --- Refused steps ------------------------------------------------------------------------------
 
 

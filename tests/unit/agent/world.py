@@ -311,6 +311,7 @@ class Script:
     embed_chars_max: int = 1000
     by_run: dict[str, list[str | SluiceError]] = field(default_factory=dict)  # other replies
     late: list[str] = field(default_factory=list)  # calls made after their end was stored
+    approved: dict[str, bool] = field(default_factory=dict)  # by tool: said of its last call
 
 
 def calls(*wanted: tuple[str, dict[str, Any]]) -> str:
@@ -403,6 +404,7 @@ class ScriptedTools:
         assert name in self._names
         script, key = self._script, context.idempotency_key
         script.traceparents.append(context.traceparent)
+        script.approved[name] = approved
         await asyncio.sleep(script.tool_s / 2)
         script.effects[key] += 1
         stored = self._run.kinds if self._run else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,21 @@ def test_every_line_of_the_committed_file_that_sets_something_is_commented() -> 
     for line in lines[:start]:
         if "=" in line and not line.startswith("#"):
             assert "#" in line, line
+
+
+def test_ranges_in_the_committed_file_are_those_of_the_settings() -> None:
+    """Mutant seen to fail: another upper end of a range in the file."""
+    declared = {info.where: info for info in settings_page.declared()}
+    section, compared = "", 0
+    for line in COMMITTED.read_text().splitlines():
+        if header := re.match(r"\[(\w+)\]", line):
+            section = header[1]
+        said = re.match(r"(\w+) *=.*# [^;]*?([\d.]+) to ([\d.]+)", line)
+        info = declared.get(f"{section}.{said[1]}") if said else None
+        if said is not None and info is not None and None not in (info.ge, info.le):
+            assert (float(said[2]), float(said[3])) == (info.ge, info.le), line
+            compared += 1
+    assert compared >= 15
 
 
 @pytest.mark.parametrize(
