@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -15,6 +16,11 @@ from sluice.clock import run_virtual as run_virtual_time
 # would fail what is right.
 settings.register_profile("repeated", deadline=None, derandomize=True, database=None)
 settings.load_profile("repeated")
+
+# A shell lets what it starts in the background ignore SIGINT, and that is inherited: what the tests
+# start and interrupt would go on.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
