@@ -3,8 +3,9 @@
 A chunk holds whole sentences as far as they fit, up to a size that the embedding model reads whole:
 all-MiniLM-L6-v2 reads 256 tokens, two of them its own. What a text takes is estimated here, without
 the model's tokenizer: never by bytes alone, since one byte of "{};" and six of a word are a token
-each. A chunk begins with the heading of its section and repeats the end of the chunk before
-it, so that what is said across a cut is found too.
+each. A chunk begins with the headings of its section and repeats the end of the chunk before
+it, so that what is said across a cut is found too. A heading is no chunk of its own, which would
+be found before the text that answers: it goes with the text below it.
 
 Deterministic: the same blocks give the same chunks, so that an ingest that another process takes
 over goes on where it was. Linear in the text's length. Pure.
@@ -106,41 +107,63 @@ def chunk(blocks: Sequence[Block], sizes: ChunkSizes | None = None) -> list[Chun
 
 @dataclass(slots=True)
 class _Section:
-    """A heading and what stands below it. ``path``: with the headings above, as chunks show it."""
+    """What stands below a heading, or below several that follow one another. ``path``: these with
+    the ones above, as chunks show them; ``begin_byte``: of the first of these, if there is one."""
 
-    heading: Block | None
     path: str
+    begin_byte: int | None
     blocks: list[Block]
 
 
 def _sections(blocks: Sequence[Block]) -> Iterator[_Section]:
-    section = _Section(None, "", [])
+    """No heading is a section alone: those without text below them belong to the text that comes
+    next; at the end of a document they are text of what came before."""
+    section = _Section("", None, [])
     above: list[tuple[int, str]] = []
+    opened: list[Block] = []  # headings whose text is still to come
     for block in blocks:
         if not block.text.strip():
             continue
-        if not block.level:
-            section.blocks.append(block)
+        if block.level:
+            opened.append(block)
             continue
-        yield section
-        text = " ".join(block.text.split())
-        above = [one for one in above if one[0] < block.level] + [(block.level, text)]
-        path = " > ".join(one[1] for one in above)
-        if len(path.encode()) > HEADING_BYTES_MAX:
-            path = _cut(text, HEADING_BYTES_MAX)
-        section = _Section(block, path, [])
-        if len(text.encode()) > HEADING_BYTES_MAX:
-            section.blocks.append(block)  # one as long as this is text as well
+        if opened:
+            yield section
+            section = _opened(opened, above)
+            for heading in opened:
+                above = [one for one in above if one[0] < heading.level]
+                above.append((heading.level, _line(heading)))
+            opened = []
+        section.blocks.append(block)
+    section.blocks += opened
     yield section
 
 
+def _opened(headings: Sequence[Block], above: Sequence[tuple[int, str]]) -> _Section:
+    """The section that headings open, its text still to come. What its path has no room for is
+    text as well, but for headings above: the chunks of their own sections show them."""
+    highest = min(heading.level for heading in headings)
+    path = [text for level, text in above if level < highest]
+    for heading in headings:
+        text = _line(heading)
+        if not path or path[-1] != text:  # a title is often the first heading again
+            path.append(text)
+    shown, as_text = " > ".join(path), list[Block]()
+    if len(shown.encode()) > HEADING_BYTES_MAX:
+        shown, as_text = path[-1], list(headings[:-1])
+        if len(shown.encode()) > HEADING_BYTES_MAX:
+            shown, as_text = _cut(shown, HEADING_BYTES_MAX), list(headings)
+    return _Section(shown, min(heading.begin_byte for heading in headings), as_text)
+
+
+def _line(heading: Block) -> str:
+    return " ".join(heading.text.split())
+
+
 def _filled(section: _Section, sizes: ChunkSizes) -> Iterator[tuple[str, int, int]]:
-    """The chunks of a section: as many pieces as fit, then on with the last of them. A heading
-    alone is one."""
-    heading, path = section.heading, section.path
+    """The chunks of a section: as many pieces as fit, then on with the last of them."""
+    path, opening = section.path, section.begin_byte
     pieces = [piece for block in section.blocks for piece in _pieces(block, sizes)]
-    if not pieces and heading is not None:
-        yield path, heading.begin_byte, heading.end_byte
     bytes_max = sizes.bytes_max - len(path.encode()) - 1
     tokens_max = sizes.tokens_max - estimated_tokens(path)
     at = 0
@@ -154,11 +177,11 @@ def _filled(section: _Section, sizes: ChunkSizes) -> Iterator[tuple[str, int, in
                 break
             size, tokens, end = size + piece.size_bytes, tokens + piece.tokens, end + 1
         begin = min(piece.begin_byte for piece in pieces[at:end])
-        if at == 0 and heading is not None:
-            begin = min(begin, heading.begin_byte)
         last = max(piece.end_byte for piece in pieces[at:end])
         text = "".join(piece.text for piece in pieces[at:end]).strip()
         if text:
+            if opening is not None:
+                begin, opening = min(begin, opening), None
             yield (f"{path}\n{text}" if path else text), begin, last
         if end == len(pieces):
             return

@@ -50,9 +50,44 @@ def test_each_chunk_of_a_section_begins_with_its_headings() -> None:
     assert chunk(blocks, SMALL) == [
         Chunk(0, "Returns\nAll goods.", 0, 20),
         Chunk(1, "Returns > Exceptions\nFirst a sentence. Then another one.", 21, 76),
-        Chunk(2, "Returns > Exceptions\nAnd a third one here.", 76, 97),
-        Chunk(3, "Contact", 100, 109),
+        # A heading that nothing follows is text of what came before.
+        Chunk(2, "Returns > Exceptions\nAnd a third one here.\nContact", 76, 109),
     ]
+
+
+def test_headings_without_text_belong_to_the_text_that_comes_next() -> None:
+    blocks = [
+        Block("Handbook", 7, 15, 1),
+        Block("Warranty", 40, 48, 1),
+        Block("Battery", 60, 67, 2),
+        plain("Two years.", 70),
+        Block("Frame", 90, 95, 2),
+        plain("For life.", 100),
+    ]
+    assert chunk(blocks, SMALL) == [
+        Chunk(0, "Handbook > Warranty > Battery\nTwo years.", 7, 80),
+        Chunk(1, "Warranty > Frame\nFor life.", 90, 109),
+    ]
+
+
+def test_a_title_that_is_the_first_heading_again_is_shown_once() -> None:
+    blocks = [Block("Warranty", 7, 15, 1), Block("Warranty", 40, 48, 1), plain("Two years.", 70)]
+    assert chunk(blocks, SMALL) == [Chunk(0, "Warranty\nTwo years.", 7, 80)]
+
+
+def test_a_title_alone_is_a_chunk_where_there_is_nothing_else() -> None:
+    blocks = [Block("Warranty", 7, 15, 1), Block("Battery", 40, 47, 2)]
+    assert chunk(blocks, SMALL) == [Chunk(0, "Warranty\nBattery", 7, 47)]
+
+
+def test_headings_that_have_no_room_above_a_text_are_text() -> None:
+    names = [f"a heading of some length {number}" for number in range(9)]
+    blocks = [Block(name, 100 * n, 100 * n + len(name), 1) for n, name in enumerate(names)]
+    chunks = chunk([*blocks, plain("the text", 900)])
+    assert [one.begin_byte for one in chunks][:1] == [0]
+    assert all(any(name in one.text for one in chunks) for name in names)
+    assert all(one.text.startswith(names[-1]) for one in chunks)
+    assert chunks[-1].text.endswith("the text")
 
 
 def test_a_long_heading_is_cut_as_heading_and_whole_as_text() -> None:
