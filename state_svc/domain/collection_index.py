@@ -25,6 +25,7 @@ from state_svc.domain.segment import K1, B, Part, Segment, merge
 from state_svc.domain.words import term, words
 
 VECTOR_WEIGHT: Final = 0.5  # of the combined score; the rest is the words'
+COSINE_MIN: Final = 0.01  # of a vector that matches; what is not closer has nothing in common
 QUERY_TERMS_MAX: Final = 256  # different words of a question that are looked up
 FANOUT: Final = 8  # segments of about one size become one
 SMALLEST_ROWS: Final = 64  # smaller segments count as of this size
@@ -69,8 +70,9 @@ class CollectionIndex:
         return CollectionIndex(version, dims, _tidy(parts))
 
     def search(self, query: Query) -> list[Match]:
-        """The best ``top_k`` chunks, best first; equal ones by document and number. By words only:
-        those with at least one of the words. ``query.vector`` has ``dims`` dimensions."""
+        """The best ``top_k`` chunks, best first; equal ones by document and number. Only those that
+        match: with one of the words, or with a cosine above ``COSINE_MIN``. ``query.vector`` has
+        ``dims`` dimensions."""
         parts = [part for part in self.parts if part.rows]
         wanted = [_wanted(part, query.labels) for part in parts]
         if not parts or not any(one is None or one.any() for one in wanted):
@@ -80,11 +82,11 @@ class CollectionIndex:
         if query.vector is not None:
             by_vector = [part.segment.vectors @ query.vector for part in parts]
         found = _fused(parts, by_vector, by_words)
-        if by_vector is None:
-            wanted = [
-                scores > 0 if one is None else one & (scores > 0)
-                for one, scores in zip(wanted, found, strict=True)
-            ]
+        matching = _matching(by_vector, by_words)
+        wanted = [
+            match if one is None else one & match
+            for one, match in zip(wanted, matching, strict=True)
+        ]
         return _best(parts, found, wanted, by_vector, by_words, query.top_k)
 
     def _term_scores(self, parts: Sequence[Part], text: str) -> list[NDArray[np.float32]]:
@@ -149,6 +151,17 @@ def _fused(
         np.maximum(cosine, np.float32(0)) * of_vector + bm25 * of_words
         for cosine, bm25 in zip(by_vector, by_words, strict=True)
     ]
+
+
+def _matching(
+    by_vector: list[NDArray[np.float32]] | None, by_words: list[NDArray[np.float32]] | None
+) -> list[NDArray[np.bool_]]:
+    """The rows that match by a word or by their vector."""
+    of_vector = [one > COSINE_MIN for one in by_vector or ()]
+    of_words = [one > 0 for one in by_words or ()]
+    if not of_vector or not of_words:
+        return of_vector or of_words
+    return [one | other for one, other in zip(of_vector, of_words, strict=True)]
 
 
 def _largest(parts: Sequence[Part], scores: Sequence[NDArray[np.float32]]) -> float:

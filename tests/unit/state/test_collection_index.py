@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from state_svc.domain import collection_index
-from state_svc.domain.collection_index import VECTOR_WEIGHT, CollectionIndex
+from state_svc.domain.collection_index import COSINE_MIN, VECTOR_WEIGHT, CollectionIndex
 from state_svc.domain.documents import (
     LiveDocument,
     Match,
@@ -78,7 +78,7 @@ class Plain:
         for document, number, cosine, bm25 in scored:
             if any(document.labels.get(n) != v for n, v in query.labels.items()):
                 continue
-            if query.vector is None and bm25 <= 0:
+            if bm25 <= 0 and cosine <= COSINE_MIN:
                 continue
             score = cosine if query.vector is not None else bm25
             if both:
@@ -192,6 +192,23 @@ def test_segments_stay_few_and_searches_in_progress_keep_what_they_have() -> Non
     assert {match.document_id for match in index.search(Query(20, "red"))} == {
         f"d{n}" for n in range(590, 600)
     }
+
+
+def test_what_matches_neither_by_word_nor_by_vector_is_left_out() -> None:
+    made = LiveDocument(1, "x", 4)
+    east, north, west = [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [-1.0, 0.0, 0.0]
+    chunks = [("red", east), ("green", north), ("blue", west), ("red too", west)]
+    index = CollectionIndex().changed(1, DIMS, [], [build([(made, records(chunks))], DIMS)])
+
+    def found(words: str, vector: list[float] | None) -> list[int]:
+        query = Query(10, words, None if vector is None else unit(vector))
+        return sorted(match.number for match in index.search(query))
+
+    assert found("red", east) == [0, 3]
+    assert found("", east) == [0]
+    assert found("red", None) == [0, 3]
+    assert found("black", [0.0, 0.0, 1.0]) == []
+    assert found("", [1.0, 0.001, 0.0]) == [0], "a cosine of 0.001 is none"
 
 
 def test_equal_scores_come_in_the_order_of_documents_and_chunks() -> None:
