@@ -10,6 +10,7 @@ from state_svc.domain.documents import (
     Changed,
     ChunkText,
     CollectionHead,
+    CollectionState,
     DocumentState,
     Draft,
     LiveDocument,
@@ -33,6 +34,10 @@ class DocumentLimits:
 
 class GenerationReplacedError(Exception):
     """There is a later generation, or the document is gone. Nothing was done."""
+
+
+class CollectionUnknownError(Exception):
+    """There is no collection of this name: nothing is in it."""
 
 
 class RequestIdReusedError(Exception):
@@ -73,8 +78,19 @@ class DocumentStore(Protocol):
         """The next ``count`` documents beyond an identifier (empty: from the first on), by the
         bytes of their identifiers, and the last identifier looked at; empty: that was all."""
 
-    async def delete(self, tenant: str, collection: str, document_id: str) -> bool:
-        """Deletes a document with content, chunks, vectors and words; whether it was there."""
+    async def delete(
+        self, tenant: str, collection: str, document_id: str, until: int | None = None
+    ) -> bool:
+        """Deletes a document with content, chunks, vectors and words; whether it was there.
+        ``until``: only if its newest generation is not a later one."""
+
+    async def newest(self, tenant: str) -> int:
+        """A number that no generation of the tenant exceeds, and every later one does."""
+
+    async def collections(
+        self, tenant: str, after: str, count: int
+    ) -> tuple[Sequence[CollectionState], str]:
+        """As ``list``, of the tenant's collections: those in which a document is."""
 
     async def store(
         self,
@@ -149,5 +165,5 @@ class SearchIndex(Protocol):
         self, tenant: str, collection: str, query: Query, wait_s: float
     ) -> Sequence[Match]:
         """The best chunks of what is live when this is called, or later. Waits for an index at
-        most ``wait_s``. Raises IndexLoadingError, IndexTooLargeError, SearchBusyError,
-        VectorLengthError and StoreUnavailableError."""
+        most ``wait_s``. Raises CollectionUnknownError, IndexLoadingError,
+        IndexTooLargeError, SearchBusyError, VectorLengthError and StoreUnavailableError."""

@@ -84,9 +84,10 @@ if op == 'put' then
 end
 
 if op == 'delete' then
-  -- 3 document, 4 collection
+  -- 3 document, 4 collection, 5 the last generation that may be the newest one; empty: any
   local newest, live, size = unpack(redis.call('HMGET', KEYS[7], 'generation', 'live', 'size'))
   if not newest then return {'ABSENT'} end
+  if ARGV[5] ~= '' and tonumber(newest) > tonumber(ARGV[5]) then return {'ABSENT'} end
   drop_chunks(newest)
   if live then
     if live ~= newest then drop_chunks(live) end

@@ -29,6 +29,7 @@ from state_svc.adapters.matrix_index import BUSY_RETRY_S
 from state_svc.adapters.store_errors import store_errors
 from state_svc.document_ports import (
     ChunksMissingError,
+    CollectionUnknownError,
     DocumentStore,
     GenerationReplacedError,
     IndexLoadingError,
@@ -41,6 +42,7 @@ from state_svc.document_ports import (
 from state_svc.domain.documents import (
     VECTOR_BYTES,
     ChunkText,
+    CollectionState,
     DocumentState,
     Draft,
     Match,
@@ -61,6 +63,8 @@ MEDIA_TYPE_CHARS_MAX: Final = 128
 LABELS_MAX: Final = 32
 LABEL_BYTES_MAX: Final = 256
 PAGE_MAX: Final = 100
+DELETE_MAX: Final = 100  # documents of one call; each about 1 ms of the store
+DIGITS_MAX: Final = 16  # of a generation
 CHUNKS_MAX: Final = 256  # of one call
 CHUNKS_BYTES_MAX: Final = 3 << 20  # of one call, with vectors
 CHUNK_TEXT_BYTES_MAX: Final = 16 << 10
@@ -125,9 +129,11 @@ class DocumentServicer(documents_pb2_grpc.DocumentServiceServicer):
             states, last = await self._store.list(
                 request.tenant, request.collection, after, request.page_size
             )
+        if not states and not last and not after:
+            raise _unknown_collection()
         return documents_pb2.ListDocumentsResponse(
             documents=[_document(request.collection, state) for state in states],
-            next_page_token=base64.urlsafe_b64encode(last.encode()).decode(),
+            next_page_token=_to_token(last),
         )
 
     async def DeleteDocument(
@@ -141,6 +147,48 @@ class DocumentServicer(documents_pb2_grpc.DocumentServiceServicer):
             ):
                 raise _unknown()
         return documents_pb2.DeleteDocumentResponse()
+
+    async def ListCollections(
+        self, request: documents_pb2.ListCollectionsRequest, context: Any
+    ) -> documents_pb2.ListCollectionsResponse:
+        """Lists collections."""
+        check_tenant(request.tenant, "tenant")
+        if not 1 <= request.page_size <= PAGE_MAX:
+            raise invalid("page_size", f"must be 1 to {PAGE_MAX}")
+        after = _from_token(request.page_token)
+        with _document_errors():
+            states, last = await self._store.collections(request.tenant, after, request.page_size)
+        return documents_pb2.ListCollectionsResponse(
+            collections=map(_collection, states), next_page_token=_to_token(last)
+        )
+
+    async def DeleteCollection(
+        self, request: documents_pb2.DeleteCollectionRequest, context: Any
+    ) -> documents_pb2.DeleteCollectionResponse:
+        """Deletes some documents. The token holds how far it came and the newest generation at the
+        first call. Nothing of it is kept here: whoever dies on the way leaves whole documents,
+        and the same call again deletes them. An ingest in progress finds its document gone."""
+        check_tenant(request.tenant, "tenant")
+        check_collection(request.collection, "collection")
+        told = _from_token(request.page_token)
+        with _document_errors():
+            if told:
+                until, after = _progress(told)
+            else:
+                until, after = await self._store.newest(request.tenant), ""
+            states, last = await self._store.list(
+                request.tenant, request.collection, after, DELETE_MAX
+            )
+            if not states and not last and not told:
+                raise _unknown_collection()
+            deleted = 0
+            for state in states:
+                deleted += await self._store.delete(
+                    request.tenant, request.collection, state.document_id, until
+                )
+        return documents_pb2.DeleteCollectionResponse(
+            deleted=deleted, next_page_token=_to_token(f"{until} {last}" if last else "")
+        )
 
     async def StoreChunks(
         self, request: documents_pb2.StoreChunksRequest, context: Any
@@ -206,6 +254,8 @@ def _document_errors() -> Iterator[None]:
             "GENERATION_REPLACED",
             "There is a later generation, or the document is gone.",
         ) from error
+    except CollectionUnknownError as error:
+        raise _unknown_collection() from error
     except RequestIdReusedError as error:
         raise invalid("request_id", "was used for another document or content") from error
     except ChunksMissingError as error:
@@ -228,6 +278,10 @@ def _document_errors() -> Iterator[None]:
 
 def _unknown() -> SluiceError:
     return not_found("DOCUMENT_UNKNOWN", "There is no such document.")
+
+
+def _unknown_collection() -> SluiceError:
+    return not_found("COLLECTION_UNKNOWN", "There is no such collection: nothing is in it.")
 
 
 def _check_place(request: Any) -> None:
@@ -316,11 +370,27 @@ def _digest(request: documents_pb2.PutDocumentRequest, labels: Mapping[str, str]
     return hashed.hexdigest()
 
 
+def _to_token(last: str) -> str:
+    return base64.urlsafe_b64encode(last.encode()).decode()
+
+
+def _progress(told: str) -> tuple[int, str]:
+    """Of a token of DeleteCollection: the last generation that goes, the last document done."""
+    until, _, after = told.partition(" ")
+    if not (until.isascii() and until.isdecimal() and len(until) <= DIGITS_MAX and after):
+        raise _no_token()
+    return int(until), after
+
+
+def _no_token() -> SluiceError:
+    return invalid("page_token", "is none of a previous response")
+
+
 def _from_token(token: str) -> str:
     try:
         return base64.b64decode(token, altchars=b"-_", validate=True).decode()
     except (binascii.Error, ValueError):  # a UnicodeDecodeError is one
-        raise invalid("page_token", "is none of a previous response") from None
+        raise _no_token() from None
 
 
 def _document(collection: str, state: DocumentState) -> documents_pb2.StoredDocument:
@@ -336,6 +406,15 @@ def _document(collection: str, state: DocumentState) -> documents_pb2.StoredDocu
         media_type=state.media_type,
         labels=state.labels,
         update_time=update_time,
+    )
+
+
+def _collection(state: CollectionState) -> documents_pb2.StoredCollection:
+    return documents_pb2.StoredCollection(
+        collection=state.name,
+        document_count=state.document_count,
+        chunk_count=state.chunk_count,
+        chunk_bytes=state.chunk_bytes,
     )
 
 

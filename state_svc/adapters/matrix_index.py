@@ -26,6 +26,7 @@ from typing import Final, TypeVar
 from sluice import logs
 from state_svc.document_ports import (
     ChunkSource,
+    CollectionUnknownError,
     IndexLoadingError,
     IndexTooLargeError,
     SearchBusyError,
@@ -113,7 +114,9 @@ class MatrixIndex:
         self._running += 1
         try:
             index = await self._current((tenant, collection), wait_s)
-            if index is None or not index.parts:
+            if index is None:
+                raise CollectionUnknownError
+            if not index.parts:
                 return []
             if query.vector is not None and query.vector.size != index.dims:
                 raise VectorLengthError(index.dims)

@@ -19,6 +19,7 @@ from state_svc.domain.documents import (
     Changed,
     ChunkText,
     CollectionHead,
+    CollectionState,
     DocumentState,
     Draft,
     LiveDocument,
@@ -167,10 +168,12 @@ class MemoryDocuments:
         states = [_state(name, documents[name]) for name in page]
         return states, page[-1] if len(page) == count else ""
 
-    async def delete(self, tenant: str, collection: str, document_id: str) -> bool:
+    async def delete(
+        self, tenant: str, collection: str, document_id: str, until: int | None = None
+    ) -> bool:
         """See :class:`state_svc.document_ports.DocumentStore`."""
         document = self._document(tenant, collection, document_id)
-        if document is None:
+        if document is None or (until is not None and document.newest.number > until):
             return False
         there = self._libraries[tenant].collections[collection]
         del there.documents[document_id]
@@ -180,6 +183,23 @@ class MemoryDocuments:
             there.version = self._next()
             there.changes[document.live.number] = there.version
         return True
+
+    async def newest(self, tenant: str) -> int:
+        """See :class:`state_svc.document_ports.DocumentStore`."""
+        return self._counter
+
+    async def collections(
+        self, tenant: str, after: str, count: int
+    ) -> tuple[Sequence[CollectionState], str]:
+        """See :class:`state_svc.document_ports.DocumentStore`."""
+        there = self._libraries.get(tenant, _Library()).collections
+        page = [name for name in sorted(there) if name > after][:count]
+        states = []
+        for name in page:
+            stored = there[name].stored()
+            chunks, size = sum(len(one.chunks) for one in stored), sum(one.size for one in stored)
+            states.append(CollectionState(name, len(there[name].documents), chunks, size))
+        return states, page[-1] if len(page) == count else ""
 
     async def store(
         self,

@@ -28,6 +28,7 @@ from state_svc.domain.documents import (
     Changed,
     ChunkText,
     CollectionHead,
+    CollectionState,
     DocumentState,
     Draft,
     LiveDocument,
@@ -121,12 +122,47 @@ class ValkeyDocuments:
         ]
         return states, text(found[-1]) if len(found) == count else ""
 
-    async def delete(self, tenant: str, collection: str, document_id: str) -> bool:
+    async def delete(
+        self, tenant: str, collection: str, document_id: str, until: int | None = None
+    ) -> bool:
         """See :class:`state_svc.document_ports.DocumentStore`."""
-        arguments = ["delete", _chunks(tenant, ""), document_id, collection]
+        last = "" if until is None else str(until)
+        arguments = ["delete", _chunks(tenant, ""), document_id, collection, last]
         keys = _keys(tenant, collection, document_id)
         reply = await self._link.script(_DELETION, keys, arguments)
         return bool(reply[0] != b"ABSENT")
+
+    async def newest(self, tenant: str) -> int:
+        """See :class:`state_svc.document_ports.DocumentStore`."""
+        key = _keys(tenant, "", "")[0]
+        return int(await self._link.run(lambda client: client.hget(key, "counter")) or 0)
+
+    async def collections(
+        self, tenant: str, after: str, count: int
+    ) -> tuple[Sequence[CollectionState], str]:
+        """See :class:`state_svc.document_ports.DocumentStore`."""
+        key = _keys(tenant, "", "")[1]
+
+        async def read(client: Redis) -> tuple[list[str], list[Any]]:
+            # A set of at most collections_max names: read whole, ordered here.
+            names = sorted(map(text, await client.smembers(key)))
+            page = [name for name in names if name > after][:count]
+            async with client.pipeline(transaction=True) as pipeline:
+                for name in page:
+                    keys = _keys(tenant, name, "")
+                    pipeline.hmget(keys[2], ["version", "stored", "size"])
+                    pipeline.zcard(keys[3])
+                return page, await pipeline.execute() if page else []
+
+        page, replies = await self._link.run(read)
+        states = [
+            CollectionState(name, documents, int(stored or 0), int(size or 0))
+            for name, (version, stored, size), documents in zip(
+                page, replies[::2], replies[1::2], strict=True
+            )
+            if version  # deleted in between
+        ]
+        return states, page[-1] if len(page) == count else ""
 
     async def store(
         self,

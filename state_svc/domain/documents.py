@@ -47,6 +47,16 @@ class DocumentState:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectionState:
+    """A collection. ``chunk_count``, ``chunk_bytes``: of all that are stored."""
+
+    name: str
+    document_count: int
+    chunk_count: int
+    chunk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkText:
     """What a hit shows of a chunk: its text and the bytes of the content that it covers."""
 
