@@ -159,6 +159,9 @@ REQUESTS: Final[Mapping[str, Reason]] = {
     "VALUE_UNKNOWN": _reason(_NONE, "request", "No such value."),
     "BLOB_UNKNOWN": _reason(_NONE, "request", "No such large result, or its time has passed."),
     "DOCUMENT_UNKNOWN": _reason(_NONE, "request", "No such document."),
+    "COLLECTION_UNKNOWN": _reason(
+        _NONE, "request", "No such collection of documents: nothing is in it."
+    ),
     "STORAGE_FULL": _reason(
         _NOT_NOW, "tenant", "The tenant has stored as much as it may; `limit` names the bound."
     ),

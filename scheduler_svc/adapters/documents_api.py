@@ -96,10 +96,15 @@ class DocumentsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         tenant = self._tenant(context)
         _check_place(request.collection, request.document_id)
         message = documents_pb2.GetDocumentRequest(
-            tenant=tenant.name, collection=request.collection, document_id=request.document_id
+            tenant=tenant.name,
+            collection=request.collection,
+            document_id=request.document_id,
+            with_content=request.with_content,
         )
         found = await answered(self._stub.GetDocument(message, timeout=time_limit_s()))
-        return data_pb2.GetDocumentResponse(document=_shown(found.document))
+        return data_pb2.GetDocumentResponse(
+            document=_shown(found.document), content=found.content
+        )
 
     async def ListDocuments(
         self, request: data_pb2.ListDocumentsRequest, context: Context
@@ -130,6 +135,37 @@ class DocumentsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
         await answered(self._stub.DeleteDocument(message, timeout=time_limit_s()))
         return data_pb2.DeleteDocumentResponse()
+
+    async def ListCollections(
+        self, request: data_pb2.ListCollectionsRequest, context: Context
+    ) -> data_pb2.ListCollectionsResponse:
+        """See scheduler.proto."""
+        tenant = self._tenant(context)
+        check_page_token(request.page_token)
+        message = documents_pb2.ListCollectionsRequest(
+            tenant=tenant.name,
+            page_size=page_size(request.page_size),
+            page_token=request.page_token,
+        )
+        found = await answered(self._stub.ListCollections(message, timeout=time_limit_s()))
+        return data_pb2.ListCollectionsResponse(
+            collections=map(_collection, found.collections), next_page_token=found.next_page_token
+        )
+
+    async def DeleteCollection(
+        self, request: data_pb2.DeleteCollectionRequest, context: Context
+    ) -> data_pb2.DeleteCollectionResponse:
+        """See scheduler.proto."""
+        tenant = self._tenant(context)
+        _check_collection(request.collection)
+        check_page_token(request.page_token)
+        message = documents_pb2.DeleteCollectionRequest(
+            tenant=tenant.name, collection=request.collection, page_token=request.page_token
+        )
+        done = await answered(self._stub.DeleteCollection(message, timeout=time_limit_s()))
+        return data_pb2.DeleteCollectionResponse(
+            deleted=done.deleted, next_page_token=done.next_page_token
+        )
 
     async def SearchDocuments(
         self, request: data_pb2.SearchDocumentsRequest, context: Context
@@ -235,10 +271,20 @@ def _shown(stored: documents_pb2.StoredDocument) -> data_pb2.Document:
         chunk_count=stored.chunk_count,
         ready=stored.ready,
         labels=stored.labels,
+        media_type=stored.media_type,
     )
     if stored.HasField("update_time"):
         document.update_time.CopyFrom(stored.update_time)
     return document
+
+
+def _collection(stored: documents_pb2.StoredCollection) -> data_pb2.Collection:
+    return data_pb2.Collection(
+        collection=stored.collection,
+        document_count=stored.document_count,
+        chunk_count=stored.chunk_count,
+        chunk_bytes=stored.chunk_bytes,
+    )
 
 
 def _hit(hit: documents_pb2.ChunkHit) -> data_pb2.SearchHit:

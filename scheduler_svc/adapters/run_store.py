@@ -24,7 +24,7 @@ from sluice.errors import SluiceError, invalid
 from sluice.run_credentials import CredentialSigner
 from sluice.scheduler.v1 import mesh_pb2, runs_pb2, spec_pb2
 from sluice.state.v1 import runs_pb2 as stored_pb2
-from sluice.state.v1 import runs_pb2_grpc
+from sluice.state.v1 import runs_pb2_grpc, values_pb2, values_pb2_grpc
 from sluice.telemetry import current_traceparent
 
 CLASSES: Final = {
@@ -66,6 +66,7 @@ class RunStore:
     ) -> None:
         """``clock``: Unix time."""
         self._stub: Any = runs_pb2_grpc.RunServiceStub(channel)
+        self._blobs: Any = values_pb2_grpc.BlobServiceStub(channel)
         self._signer = signer
         self._clock = clock
 
@@ -127,6 +128,20 @@ class RunStore:
         done = await answered(self._stub.ResumeRun(request, timeout=time_limit_s()))
         run: stored_pb2.StoredRun = done.run
         return run
+
+    async def blob(
+        self, tenant: str, run_id: str, name: str, offset: int, size_max: int
+    ) -> tuple[bytes, int]:
+        """A part of a large result of a run, and the bytes of the whole. NOT_FOUND for the run,
+        whatever is stored under its name, or for the result."""
+        await self.get(tenant, run_id)
+        request = values_pb2.GetBlobRequest(
+            tenant=tenant, owner=run_id, name=name, offset=offset, size_max=size_max
+        )
+        part = await answered(
+            self._blobs.GetBlob(request, timeout=time_limit_s()), {"name": "blob"}
+        )
+        return part.content, part.size_bytes
 
     async def _create(self, new: NewRun, spec: spec_pb2.RunSpec) -> stored_pb2.StoredRun:
         budget = run_request.shown(new.budget)

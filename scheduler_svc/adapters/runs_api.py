@@ -10,6 +10,7 @@ no gate and counts as no agent.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -32,6 +33,8 @@ from sluice.errors import SluiceError, invalid
 from sluice.scheduler.v1 import runs_pb2, scheduler_pb2_grpc
 
 RESULT_BYTES_MAX: Final = 1 << 20
+BLOB_PART_BYTES_MAX: Final = 1 << 20  # in one answer, of at most 4 MiB
+BLOB_NAME: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 CANCEL_WAIT_S: Final = 2.0
 CANCEL_LOOK_S: Final = 0.02
 
@@ -266,6 +269,25 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
         self._parts.link.nudge(tenant.name, run_id)
         return runs_pb2.ResumeRunResponse(run=shown(stored))
+
+    async def GetRunBlob(
+        self, request: runs_pb2.GetRunBlobRequest, context: Context
+    ) -> runs_pb2.GetRunBlobResponse:
+        """See scheduler.proto."""
+        tenant = self._parts.identity.tenant(context)
+        check_uuid(request.run_id, "run_id")
+        if not BLOB_NAME.fullmatch(request.blob):
+            raise invalid("blob", "must be the name in an event `tool_call_ended`")
+        if request.size_max > BLOB_PART_BYTES_MAX:
+            raise invalid("size_max", f"at most {BLOB_PART_BYTES_MAX}")
+        content, size = await self._store().blob(
+            tenant.name,
+            request.run_id.lower(),
+            request.blob,
+            request.offset,
+            request.size_max or BLOB_PART_BYTES_MAX,
+        )
+        return runs_pb2.GetRunBlobResponse(content=content, size_bytes=size)
 
     async def ListTools(
         self, request: runs_pb2.ListToolsRequest, context: Context

@@ -86,6 +86,8 @@ class RetrievalTool:
                     deadline_s=context.deadline_s,
                 )
             except SluiceError as error:
+                if error.reason == "COLLECTION_UNKNOWN":  # of this tenant: nothing was put yet
+                    return []
                 pause_s = error.retry_after_s or LOADING_POLL_S
                 if error.reason != "INDEX_LOADING" or loop.time() + pause_s > end:
                     raise
