@@ -41,6 +41,7 @@ from sluice.command.cli_support import (
     print_table,
     span_s,
     status_of,
+    warn_line,
 )
 
 if TYPE_CHECKING:
@@ -232,6 +233,29 @@ def show(
 
 
 @agent_app.command()
+def result(
+    run_id: RunArgument,
+    step: Annotated[int, typer.Argument(help="The step of a tool call that has ended.", min=1)],
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """Print the whole result of a tool call as JSON; events show the beginning of a large one."""
+    from sluice.status import from_status
+
+    with open_client(config, endpoint, key_file) as client:
+        ended = _ended_call(client, run_id, step)
+        if ended.HasField("status"):
+            raise typer.Exit(status_of(from_status(ended.status)))
+        text = ended.result_json
+        if ended.blob:
+            text = _blob(client, run_id, ended.blob).decode(errors="replace")
+        elif ended.truncated:
+            warn_line("the whole result could not be kept: this is its beginning")
+    typer.echo(_safe(text) if sys.stdout.isatty() else text)
+
+
+@agent_app.command()
 def cancel(
     run_id: RunArgument,
     config: ConfigOption = None,
@@ -388,6 +412,35 @@ def _waiting_step(client: MeshClient, run_id: str) -> int:
         if kind in ("resumed", "ended"):
             step = 0
     return step
+
+
+def _ended_call(client: MeshClient, run_id: str, step: int) -> runs_pb2.ToolCallEnded:
+    """How the call of a step ended, the last time. Raises BadParameter."""
+    from sluice.command import run_watch
+
+    ended = None
+    for event in run_watch.so_far(client, run_id, DECISION_TIMEOUT_S):
+        if event.HasField("tool_call_ended") and event.tool_call_ended.step == step:
+            ended = event.tool_call_ended
+    if ended is None:
+        raise typer.BadParameter(
+            f"step {step} is no tool call that has ended: `sluice agent show` lists the steps"
+        )
+    return ended
+
+
+def _blob(client: MeshClient, run_id: str, blob: str) -> bytes:
+    """A large result, read in parts."""
+    from sluice.scheduler.v1 import runs_pb2
+
+    request = runs_pb2.GetRunBlobRequest(run_id=run_id, blob=blob)
+    content = b""
+    while True:
+        part = client.call("GetRunBlob", request)
+        content += part.content
+        if not part.content or len(content) >= part.size_bytes:
+            return content
+        request.offset = len(content)
 
 
 def _say(run: runs_pb2.Run) -> None:

@@ -1,4 +1,4 @@
-"""`sluice docs`: puts files into a collection, searches it, takes them out.
+"""`sluice docs`: puts files into a collection, lists, reads and searches them, takes them out.
 
 A document's identifier is its path below the folder that was named, so that adding the same folder
 again replaces what is there. Files are stored and made searchable a few at a time.
@@ -89,7 +89,7 @@ def add(
     key_file: KeyFileOption = None,
 ) -> None:
     """Add files to a collection, those of folders too: text, Markdown and HTML, by their suffix.
-    What is there under the same name is replaced."""
+    What is there under the same name is replaced. Exit status 1 when any failed."""
     labels = labels_of(label)
     files = list(find_files(paths))
     if not files:
@@ -112,6 +112,7 @@ def add(
                 failed += 1
                 why = one_line(error) if isinstance(error, SluiceError) else str(error)
                 fail_line(f"{counted}: {why}")
+    output().print(f"{len(files) - failed} added, {failed} failed")
     if failed:
         raise typer.Exit(EXIT_FAILED)
 
@@ -131,11 +132,12 @@ def list_documents(
         print_json(found)
         return
     table = Table(box=None, pad_edge=False)
-    for column in ("document", "bytes", "chunks", "ready", "stored (UTC)", "labels"):
+    for column in ("document", "type", "bytes", "chunks", "ready", "stored (UTC)", "labels"):
         table.add_column(column, overflow="fold", no_wrap=column == "document")
     for one in found:
         table.add_row(
             Text(one.document_id),
+            Text(one.media_type.removeprefix("text/")),
             str(one.size_bytes),
             str(one.chunk_count),
             "yes" if one.ready else "no",
@@ -143,6 +145,56 @@ def list_documents(
             Text(", ".join(f"{name}={value}" for name, value in sorted(one.labels.items()))),
         )
     print_table(table)
+
+
+@docs_app.command()
+def collections(
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """List the collections of this key's tenant."""
+    with open_client(config, endpoint, key_file) as client:
+        found = list(_collections(client))
+    if as_json:
+        print_json(found)
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("collection", "documents", "chunks", "bytes of chunks"):
+        table.add_column(column, overflow="fold", no_wrap=column == "collection")
+    for one in found:
+        counts = (one.document_count, one.chunk_count, one.chunk_bytes)
+        table.add_row(Text(one.collection), *map(str, counts))
+    print_table(table)
+
+
+@docs_app.command()
+def get(
+    collection: CollectionArgument,
+    document: Annotated[str, typer.Argument(help="The document, as `list` names it.")],
+    to: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write. Default: print it.")
+    ] = None,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = "",
+    key_file: KeyFileOption = None,
+) -> None:
+    """Print what a document holds, or write it to a file."""
+    from sluice.command.log_files import printable
+    from sluice.scheduler.v1 import data_pb2
+
+    request = data_pb2.GetDocumentRequest(
+        collection=collection, document_id=document, with_content=True
+    )
+    with open_client(config, endpoint, key_file) as client:
+        content = client.call("GetDocument", request).content
+    if to is not None:
+        to.write_bytes(content)
+    elif sys.stdout.isatty():
+        output().print(Text(printable(content.decode(errors="replace"))), soft_wrap=True)
+    else:
+        typer.echo(content, nl=False)
 
 
 @docs_app.command()
@@ -182,7 +234,13 @@ def search(
 @docs_app.command("rm")
 def remove(
     collection: CollectionArgument,
-    documents: Annotated[list[str], typer.Argument(help="Documents, as `list` names them.")],
+    documents: Annotated[
+        list[str] | None,
+        typer.Argument(help="Documents, as `list` names them.", show_default=False),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="All documents, and so the collection.")
+    ] = False,
     config: ConfigOption = None,
     endpoint: EndpointOption = "",
     key_file: KeyFileOption = None,
@@ -190,8 +248,13 @@ def remove(
     """Delete documents with all that belongs to them."""
     from sluice.scheduler.v1 import data_pb2
 
+    if everything == bool(documents):
+        raise typer.BadParameter("name documents, or say --all")
     with open_client(config, endpoint, key_file) as client:
-        for name in documents:
+        if everything:
+            count = _delete_all(client, collection)
+            output().print(Text(f"{collection}: {count} documents are deleted"), soft_wrap=True)
+        for name in documents or ():
             request = data_pb2.DeleteDocumentRequest(collection=collection, document_id=name)
             client.call("DeleteDocument", request)
             output().print(Text(f"{name} is deleted"), soft_wrap=True)
@@ -266,6 +329,32 @@ def _add(
     where = data_pb2.GetDocumentRequest(collection=collection, document_id=file.document_id)
     document: data_pb2.Document = client.call("GetDocument", where).document
     return f"{document.chunk_count} chunks"
+
+
+def _delete_all(client: MeshClient, collection: str) -> int:
+    """Deletes what is in a collection now; how many documents that were."""
+    from sluice.scheduler.v1 import data_pb2
+
+    request = data_pb2.DeleteCollectionRequest(collection=collection)
+    count = 0
+    while True:
+        done = client.call("DeleteCollection", request)
+        count += done.deleted
+        if not done.next_page_token:
+            return count
+        request.page_token = done.next_page_token
+
+
+def _collections(client: MeshClient) -> Iterator[data_pb2.Collection]:
+    from sluice.scheduler.v1 import data_pb2
+
+    request = data_pb2.ListCollectionsRequest(page_size=100)
+    while True:
+        page = client.call("ListCollections", request)
+        yield from page.collections
+        if not page.next_page_token:
+            return
+        request.page_token = page.next_page_token
 
 
 def _documents(client: MeshClient, collection: str) -> Iterator[data_pb2.Document]:

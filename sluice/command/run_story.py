@@ -83,7 +83,8 @@ def _call(call: input_pb2.ToolCall) -> str:
 def _result(ended: runs_pb2.ToolCallEnded) -> str:
     if ended.HasField("status"):
         return f"failed: {failure(ended.status)}"
-    whole = f" ({ended.size_bytes} bytes in all)" if ended.truncated else ""
+    more = "; `sluice agent result` prints them" if ended.blob else ""
+    whole = f" ({ended.size_bytes} bytes in all{more})" if ended.truncated else ""
     return f"-> {short(ended.result_json)}{whole}"
 
 
