@@ -280,6 +280,40 @@ async def test_documents_are_listed_in_pages(store: Store) -> None:
     assert [s.document_id for s in (await store.list("b", "c", "", 3))[0]] == ["a"]
 
 
+async def test_collections_are_those_in_which_a_document_is(store: Store) -> None:
+    assert await store.collections("a", "", 3) == ([], "")
+    await ingest(store, "x", "one", "two")
+    await put(store, "y", to="B")
+    await ingest(store, "z", "one", of="b", to="other")
+    (upper, lower), last = await store.collections("a", "", 3)
+    assert last == ""
+    assert (upper.name, upper.document_count, upper.chunk_count) == ("B", 1, 0)
+    assert (lower.name, lower.document_count, lower.chunk_count) == ("c", 1, 2)
+    head = await store.head("a", "c")
+    assert head is not None
+    assert lower.chunk_bytes == head.size_bytes > 0
+    assert await store.collections("a", "", 1) == ([upper], "B")
+    assert await store.collections("a", "B", 1) == ([lower], "c")
+    assert await store.collections("a", "c", 1) == ([], "")
+    await store.delete("a", "B", "y")
+    assert [one.name for one in (await store.collections("a", "", 3))[0]] == ["c"]
+
+
+async def test_what_was_put_later_is_not_deleted_with_what_was_before(store: Store) -> None:
+    first = await ingest(store, "x", "one")
+    await ingest(store, "y", "one")
+    until = await store.newest("a")
+    assert until >= first.generation
+    again = await put(store, "x")
+    assert again.generation > until
+    assert not await store.delete("a", "c", "x", until)
+    assert await live_documents(store) == {"x": 1, "y": 1}
+    assert await store.delete("a", "c", "y", until)
+    assert not await store.delete("a", "c", "y", until)
+    assert await store.delete("a", "c", "x", await store.newest("a"))
+    assert await store.head("a", "c") is None
+
+
 async def test_every_bound_holds_and_room_comes_back(store: Store) -> None:
     async def full(work: Any) -> str:
         with pytest.raises(LimitReachedError) as raised:

@@ -19,6 +19,7 @@ from state_svc.adapters.matrix_index import IndexLimits, MatrixIndex
 from state_svc.adapters.memory_documents import MemoryDocuments
 from state_svc.adapters.valkey_documents import ValkeyDocuments
 from state_svc.adapters.valkey_link import ValkeyLink
+from state_svc.document_ports import CollectionUnknownError
 from state_svc.domain.documents import ChunkText, Draft, NewChunk, Query, index_record
 from state_svc.domain.words import terms_of
 from tests.valkey import ValkeyProcess, valkey
@@ -61,7 +62,10 @@ async def put(store: Store, name: str, chunks: int, *, complete: bool = True) ->
 
 async def found(index: MatrixIndex) -> set[tuple[str, int, int]]:
     """(document, generation, chunk) of all that a search finds."""
-    matches = await index.search("a", "c", Query(100, "all", VECTOR), WAIT_S)
+    try:
+        matches = await index.search("a", "c", Query(100, "all", VECTOR), WAIT_S)
+    except CollectionUnknownError:
+        return set()
     assert len({(m.generation, m.number) for m in matches}) == len(matches)
     return {(match.document_id, match.generation, match.number) for match in matches}
 

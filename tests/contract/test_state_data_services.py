@@ -33,6 +33,7 @@ from sluice.state.v1.values_pb2_grpc import (
     add_KeyValueServiceServicer_to_server,
 )
 from sluice.status import from_rpc_error
+from state_svc.adapters import documents_servicer
 from state_svc.adapters.documents_servicer import DocumentServicer
 from state_svc.adapters.matrix_index import IndexLimits, MatrixIndex
 from state_svc.adapters.memory_documents import MemoryDocuments
@@ -260,7 +261,8 @@ async def test_a_document_is_searched_by_words_and_by_vector(channel: grpc.aio.C
     assert (await hits(query="car", vector=vector(NORTH)))[0] == ("y", 0)
     assert await hits(query="red", labels={"kind": "fruit"}) == [("x", 0)]
     assert await hits(query="red", labels={"kind": "car"}) == []
-    assert await hits(query="red", collection="unknown") == []
+    unknown = stub.SearchChunks(a_search(query="red", collection="unknown"))
+    assert await refusal(unknown) == ("NOT_FOUND", "COLLECTION_UNKNOWN")
     found = (await stub.SearchChunks(a_search(query="pear", vector=vector(NORTH)))).hits[0]
     assert (found.chunk.text, found.chunk.begin_byte, found.chunk.end_byte) == (
         "a green pear",
@@ -309,7 +311,8 @@ async def test_another_tenant_sees_nothing_and_cannot_tell(channel: grpc.aio.Cha
     made = await ingest(stub, "x", a_chunk(0, "red", EAST), content=b"secret")
     assert (await stub.SearchChunks(a_search(query="red"))).hits
     for query in ({"query": "red"}, {"vector": vector(EAST)}):
-        assert not (await stub.SearchChunks(a_search(tenant="b", **query))).hits
+        call = stub.SearchChunks(a_search(tenant="b", **query))
+        assert await refusal(call) == ("NOT_FOUND", "COLLECTION_UNKNOWN")
     for name in ("x", "unknown"):
         place: Any = {"tenant": "b", "collection": "c", "document_id": name}
         for call in (
@@ -319,10 +322,80 @@ async def test_another_tenant_sees_nothing_and_cannot_tell(channel: grpc.aio.Cha
             assert await refusal(call) == ("NOT_FOUND", "DOCUMENT_UNKNOWN")
         store = documents_pb2.StoreChunksRequest(**place, generation=made.generation)
         assert await refusal(stub.StoreChunks(store)) == ("ABORTED", "GENERATION_REPLACED")
-    listed = await stub.ListDocuments(
-        documents_pb2.ListDocumentsRequest(tenant="b", collection="c", page_size=5)
+    for collection in ("c", "unknown"):
+        listed = documents_pb2.ListDocumentsRequest(
+            tenant="b", collection=collection, page_size=5
+        )
+        deleted = documents_pb2.DeleteCollectionRequest(tenant="b", collection=collection)
+        for call in (stub.ListDocuments(listed), stub.DeleteCollection(deleted)):
+            assert await refusal(call) == ("NOT_FOUND", "COLLECTION_UNKNOWN")
+    collections = documents_pb2.ListCollectionsRequest(tenant="b", page_size=5)
+    assert not (await stub.ListCollections(collections)).collections
+    assert (await stub.SearchChunks(a_search(query="red"))).hits
+
+
+async def test_collections_are_listed_and_deleted_a_part_at_a_time(
+    channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: a deletion that stops anywhere leaves whole documents, and ends however many there are;
+    what is put meanwhile stays."""
+    monkeypatch.setattr(documents_servicer, "DELETE_MAX", 2)
+    stub: Any = DocumentServiceStub(channel)
+    for n in range(4):
+        await ingest(stub, f"d{n}", a_chunk(0, "red", EAST), content=b"%d" % n)
+    listing = documents_pb2.ListCollectionsRequest(tenant="a", page_size=5)
+    (one,) = (await stub.ListCollections(listing)).collections
+    assert (one.collection, one.document_count, one.chunk_count) == ("c", 4, 4)
+    assert one.chunk_bytes > 0
+    request = documents_pb2.DeleteCollectionRequest(tenant="a", collection="c")
+    first = await stub.DeleteCollection(request)
+    assert (first.deleted, bool(first.next_page_token)) == (2, True)
+    hits = (await stub.SearchChunks(a_search(query="red"))).hits
+    assert [hit.document_id for hit in hits] == ["d2", "d3"]
+    await ingest(stub, "d2", a_chunk(0, "red again", EAST), content=b"new")
+    await ingest(stub, "a", a_chunk(0, "red before", EAST), content=b"new")
+    request.page_token = first.next_page_token
+    second = await stub.DeleteCollection(request)
+    assert second.deleted == 1
+    request.page_token = second.next_page_token
+    assert (await stub.DeleteCollection(request)).deleted == 0
+    hits = (await stub.SearchChunks(a_search(query="red"))).hits
+    assert sorted(hit.document_id for hit in hits) == ["a", "d2"]
+    request.page_token = ""
+    assert (await stub.DeleteCollection(request)).deleted == 2
+    assert not (await stub.ListCollections(listing)).collections
+    assert await refusal(stub.DeleteCollection(request)) == ("NOT_FOUND", "COLLECTION_UNKNOWN")
+
+
+async def test_an_ingest_of_a_deleted_collection_is_told(channel: grpc.aio.Channel) -> None:
+    stub: Any = DocumentServiceStub(channel)
+    place: Any = {"tenant": "a", "collection": "c", "document_id": "x"}
+    put = documents_pb2.PutDocumentRequest(
+        **place, media_type="text/plain", request_id=str(uuid.uuid4())
     )
-    assert not listed.documents
+    generation = (await stub.PutDocument(put)).document.generation
+    store = documents_pb2.StoreChunksRequest(
+        **place, generation=generation, chunks=[a_chunk(0, "red", EAST)]
+    )
+    await stub.StoreChunks(store)
+    gone = documents_pb2.DeleteCollectionRequest(tenant="a", collection="c")
+    assert (await stub.DeleteCollection(gone)).deleted == 1
+    store.complete, store.chunk_count = True, 1
+    assert await refusal(stub.StoreChunks(store)) == ("ABORTED", "GENERATION_REPLACED")
+    listing = documents_pb2.ListCollectionsRequest(tenant="a", page_size=5)
+    assert not (await stub.ListCollections(listing)).collections
+
+
+@pytest.mark.parametrize("token", ["%", "eA==", "eCB4", "MSA=", "OTk5OTk5OTk5OTk5OTk5OTkgeA=="])
+async def test_a_token_of_nobody_deletes_nothing(channel: grpc.aio.Channel, token: str) -> None:
+    """None of base64, and of it "x", "x x", "1 ", "99999999999999999 x"."""
+    stub: Any = DocumentServiceStub(channel)
+    await ingest(stub, "x", a_chunk(0, "red", EAST))
+    request = documents_pb2.DeleteCollectionRequest(
+        tenant="a", collection="c", page_token=token
+    )
+    assert await refusal(stub.DeleteCollection(request)) == ("INVALID_ARGUMENT", "page_token")
+    assert (await stub.SearchChunks(a_search(query="red"))).hits
 
 
 async def test_a_search_that_cannot_be_ready_in_time_says_when_to_ask_again(

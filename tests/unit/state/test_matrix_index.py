@@ -18,6 +18,7 @@ from sluice.clock import run_virtual
 from state_svc.adapters.matrix_index import IndexLimits, MatrixIndex
 from state_svc.adapters.memory_documents import MemoryDocuments
 from state_svc.document_ports import (
+    CollectionUnknownError,
     IndexLoadingError,
     IndexTooLargeError,
     SearchBusyError,
@@ -59,8 +60,12 @@ async def ingest(
 
 async def found(
     index: MatrixIndex, words: str, *, of: str = "a", to: str = "c", wait_s: float = WAIT_S
-) -> list[str]:
-    matches: Sequence[Match] = await index.search(of, to, Query(10, words), wait_s)
+) -> list[str] | None:
+    """The documents found; ``None``: there is no such collection."""
+    try:
+        matches: Sequence[Match] = await index.search(of, to, Query(10, words), wait_s)
+    except CollectionUnknownError:
+        return None
     return sorted(match.document_id for match in matches)
 
 
@@ -93,7 +98,7 @@ class SlowStore(MemoryDocuments):
 async def test_what_anybody_wrote_is_found_by_the_next_search() -> None:
     store = MemoryDocuments()
     here, there = MatrixIndex(store), MatrixIndex(store)
-    assert await found(here, "red") == []
+    assert await found(here, "red") is None
     await ingest(store, "x", "red apple")
     for index in (here, there):
         assert await found(index, "red") == ["x"]
@@ -105,7 +110,7 @@ async def test_what_anybody_wrote_is_found_by_the_next_search() -> None:
     assert await found(here, "red") == []
     assert await found(here, "green") == ["x"]
     await store.delete("a", "c", "x")
-    assert await found(here, "green") == []
+    assert await found(here, "green") is None
     await ingest(store, "x", "blue")  # a collection of the same name, made anew
     assert await found(here, "green") == []
     assert await found(here, "blue") == ["x"]
@@ -116,11 +121,11 @@ async def test_a_tenant_finds_nothing_of_another_whatever_the_names() -> None:
     index = MatrixIndex(store)
     await ingest(store, "x", "red", of="a")
     assert await found(index, "red", of="a") == ["x"]
-    assert await found(index, "red", of="b") == []
+    assert await found(index, "red", of="b") is None
     await ingest(store, "own", "red", of="b")
     assert await found(index, "red", of="b") == ["own"]
     assert await found(index, "red", of="a") == ["x"]
-    assert await found(index, "red", of="a", to="d") == []
+    assert await found(index, "red", of="a", to="d") is None
 
 
 async def test_only_what_changed_is_read() -> None:
@@ -258,6 +263,7 @@ async def test_a_vector_of_another_length_is_refused() -> None:
     store = MemoryDocuments()
     index = MatrixIndex(store)
     wrong = Query(1, "", np.ones(3, dtype=np.float32))
+    await ingest(store, "x")
     assert await index.search("a", "c", wrong, WAIT_S) == []  # nothing to compare with
     await ingest(store, "x", "red")
     with pytest.raises(VectorLengthError):
