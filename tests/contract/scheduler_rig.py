@@ -35,13 +35,20 @@ from sluice.grants import GrantSigner, ensure_keys
 from sluice.run_credentials import CredentialSigner
 from sluice.scheduler.v1 import generate_pb2, scheduler_pb2, scheduler_pb2_grpc
 from sluice.server import Health, MeshServer
-from sluice.state.v1 import documents_pb2_grpc, runs_pb2_grpc, sessions_pb2_grpc
+from sluice.state.v1 import (
+    documents_pb2_grpc,
+    runs_pb2_grpc,
+    sessions_pb2_grpc,
+    values_pb2_grpc,
+)
 from sluice.status import from_rpc_error
 from state_svc.adapters.documents_servicer import DocumentServicer
 from state_svc.adapters.matrix_index import IndexLimits, MatrixIndex
 from state_svc.adapters.memory_documents import MemoryDocuments
 from state_svc.adapters.memory_runs import MemorySessions, MemoryTenants
+from state_svc.adapters.memory_values import MemoryBlobs
 from state_svc.adapters.session_servicer import SessionServicer
+from state_svc.adapters.values_servicers import BlobServicer
 from state_svc.document_ports import DocumentLimits
 from tests.contract.fake_state import FakeRuns
 
@@ -190,6 +197,7 @@ async def scheduler_rig(folder: Any, write_limit_s: float = 5.0) -> AsyncIterato
     documents_pb2_grpc.add_DocumentServiceServicer_to_server(
         DocumentServicer(documents, index, 5.0), state.grpc
     )
+    values_pb2_grpc.add_BlobServiceServicer_to_server(BlobServicer(MemoryBlobs()), state.grpc)
     await state.start()
     channel = open_channel(f"127.0.0.1:{state.ports[0]}")
     answers, link, names = Answers(), Link(), Names()

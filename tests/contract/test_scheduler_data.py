@@ -276,6 +276,13 @@ async def test_documents_are_listed_and_deleted(rig: Rig) -> None:
     assert (await rig.refused("GetDocument", get)).reason == "DOCUMENT_UNKNOWN"
 
 
+COLLECTION_CALLS: dict[str, Any] = {
+    "ListDocuments": data_pb2.ListDocumentsRequest,
+    "DeleteCollection": data_pb2.DeleteCollectionRequest,
+    "SearchDocuments": lambda **name: data_pb2.SearchDocumentsRequest(query="dogs", **name),
+}
+
+
 async def test_another_tenants_document_is_like_an_unknown_one(rig: Rig) -> None:
     await rig.ask("PutDocument", document())
     for method, kind in (
@@ -291,9 +298,44 @@ async def test_another_tenants_document_is_like_an_unknown_one(rig: Rig) -> None
                 error = await rig.refused(method, request, "b")
                 told.append(f"{error.code} {error.reason} {error.message}")
         assert told[0] == told[1]
+    for method, kind in COLLECTION_CALLS.items():
+        told = []
+        for name in ("manuals", "nothing"):
+            error = await rig.refused(method, kind(collection=name), "b")
+            told.append((error.code, error.reason, error.message, error.metadata))
+        assert told[0] == told[1]
+        assert told[0][:2] == (Code.NOT_FOUND, "COLLECTION_UNKNOWN")
+    assert not (await rig.ask("ListCollections", data_pb2.ListCollectionsRequest(), "b")).collections
     listed = data_pb2.ListDocumentsRequest(collection="manuals")
-    assert not (await rig.ask("ListDocuments", listed, "b")).documents
     assert (await rig.ask("ListDocuments", listed)).documents
+
+
+async def test_collections_are_listed_and_deleted(rig: Rig) -> None:
+    for name in ("c", "a"):
+        await rig.ask("PutDocument", document(document_id=name))
+    await rig.ask("PutDocument", document(collection="B"))
+    first = await rig.ask("ListCollections", data_pb2.ListCollectionsRequest(page_size=1))
+    rest = await rig.ask(
+        "ListCollections", data_pb2.ListCollectionsRequest(page_token=first.next_page_token)
+    )
+    found = [(one.collection, one.document_count) for one in (*first.collections, *rest.collections)]
+    assert found == [("B", 1), ("manuals", 2)]
+    delete = data_pb2.DeleteCollectionRequest(collection="manuals")
+    done = await rig.ask("DeleteCollection", delete)
+    assert (done.deleted, done.next_page_token) == (2, "")
+    assert (await rig.refused("DeleteCollection", delete)).reason == "COLLECTION_UNKNOWN"
+    (left,) = (await rig.ask("ListCollections", data_pb2.ListCollectionsRequest())).collections
+    assert left.collection == "B"
+
+
+async def test_the_content_of_a_document_comes_if_asked_for(rig: Rig) -> None:
+    await rig.ask("PutDocument", document())
+    get = data_pb2.GetDocumentRequest(collection="manuals", document_id="a/b")
+    found = await rig.ask("GetDocument", get)
+    assert (found.content, found.document.media_type) == (b"", "text/plain")
+    get.with_content = True
+    assert (await rig.ask("GetDocument", get)).content == "Grüße".encode()
+    assert (await rig.refused("GetDocument", get, "b")).reason == "DOCUMENT_UNKNOWN"
 
 
 async def _outcome(rig: Rig, method: str, request: Any, tenant: str) -> Any:
@@ -337,9 +379,8 @@ async def test_a_search_embeds_its_question_as_the_tenant(rig: Rig) -> None:
     assert (list(asked.texts), caller.tenant.name) == (["dogs"], "a")
     assert caller.priority_class is PriorityClass.STANDARD
     assert 0 < caller.remaining_s < 11
-    assert not (await rig.ask("SearchDocuments", request, "b")).hits, "another tenant's"
-    request.collection = "nothing"
-    assert not (await rig.ask("SearchDocuments", request)).hits
+    request.query = "birds"
+    assert not (await rig.ask("SearchDocuments", request)).hits, "near neither vector"
 
 
 async def test_a_search_that_cannot_embed_says_so_in_its_own_words(rig: Rig) -> None:
@@ -378,7 +419,7 @@ async def test_a_wrong_field_of_a_document_is_named_and_nothing_stored(
     assert error.code is Code.INVALID_ARGUMENT
     assert [one.field for one in error.fields] == [field]
     listed = data_pb2.ListDocumentsRequest(collection="manuals")
-    assert not (await rig.ask("ListDocuments", listed)).documents
+    assert (await rig.refused("ListDocuments", listed)).reason == "COLLECTION_UNKNOWN"
     assert not rig.runs.calls
 
 

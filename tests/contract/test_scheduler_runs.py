@@ -31,6 +31,7 @@ from sluice.grants import PUBLIC_FOLDER
 from sluice.run_credentials import CredentialVerifier
 from sluice.scheduler.v1 import runs_pb2, spec_pb2
 from sluice.state.v1 import runs_pb2 as stored_pb2
+from sluice.state.v1 import values_pb2, values_pb2_grpc
 from tests.contract.fake_state import FakeRun
 from tests.contract.scheduler_rig import Rig, away, read_all, scheduler_rig, until
 
@@ -524,6 +525,7 @@ async def test_another_tenants_run_is_like_an_unknown_one(rig: Rig) -> None:
         "ResumeRun": partial(
             runs_pb2.ResumeRunRequest, step=1, decision=runs_pb2.RESUME_DECISION_RETRY
         ),
+        "GetRunBlob": partial(runs_pb2.GetRunBlobRequest, blob="b"),
     }
     for method, kind in asks.items():
         told = []
@@ -536,6 +538,36 @@ async def test_another_tenants_run_is_like_an_unknown_one(rig: Rig) -> None:
         assert error.code is Code.UNAUTHENTICATED
     assert not (await rig.ask("ListRuns", runs_pb2.ListRunsRequest(), "b")).runs
     assert not run.stored.cancelled
+
+
+async def test_a_large_result_is_read_in_parts_by_the_tenant_of_its_run(rig: Rig) -> None:
+    run = await stored(rig)
+    blobs: Any = values_pb2_grpc.BlobServiceStub(rig.state)
+    name, content = f"{run.stored.run_id}:2:1", bytes(range(256)) * 5000
+    for owner in (run.stored.run_id, fresh()):  # the second one is of no run
+        await blobs.PutBlob(
+            values_pb2.PutBlobRequest(tenant="a", owner=owner, name=name, content=content)
+        )
+    request = runs_pb2.GetRunBlobRequest(run_id=run.stored.run_id.upper(), blob=name)
+    first = await rig.ask("GetRunBlob", request)
+    assert (len(first.content), first.size_bytes) == (1 << 20, len(content))
+    request.offset = 1 << 20
+    rest = await rig.ask("GetRunBlob", request)
+    assert first.content + rest.content == content
+    request.offset = 2**64 - 1
+    assert (await rig.ask("GetRunBlob", request)).content == b""
+    request.offset, request.size_max = 254, 4
+    assert (await rig.ask("GetRunBlob", request)).content == b"\xfe\xff\x00\x01"
+    for wrong, told in (
+        ({"run_id": owner}, "RUN_UNKNOWN"),
+        ({"blob": "another"}, "BLOB_UNKNOWN"),
+    ):
+        unknown = runs_pb2.GetRunBlobRequest(**{"run_id": run.stored.run_id, "blob": name, **wrong})
+        assert (await rig.refused("GetRunBlob", unknown)).reason == told
+    for field, value in (("run_id", "x"), ("blob", "a/b"), ("blob", ""), ("size_max", 2 << 20)):
+        bad: Any = {"run_id": run.stored.run_id, "blob": name, field: value}
+        error = await rig.refused("GetRunBlob", runs_pb2.GetRunBlobRequest(**bad))
+        assert [one.field for one in error.fields] == [field]
 
 
 async def test_only_tools_that_the_tenants_runs_may_name_are_listed(rig: Rig) -> None:

@@ -134,6 +134,7 @@ def test_documents_are_added_found_and_deleted(running: Mesh, tmp_path: Path) ->
     added = sluice(running, "docs", "add", "things", str(tmp_path), "--label", "kind=test")
     assert added.returncode == 0, added.stderr
     assert "one.md: 1 chunks" in added.stdout
+    assert added.stdout.splitlines()[-1] == "2 added, 0 failed"
     listed = sluice(running, "docs", "list", "things")
     assert "deep/two.txt" in listed.stdout and "kind=test" in listed.stdout
     found = sluice(running, "docs", "search", "things", "stripes of a zebra", "--top-k", "1")
@@ -146,6 +147,15 @@ def test_documents_are_added_found_and_deleted(running: Mesh, tmp_path: Path) ->
     assert sluice(running, "docs", "rm", "things", "deep/two.txt").returncode == 0
     assert "two.txt" not in sluice(running, "docs", "search", "things", "zebra").stdout
     assert sluice(running, "docs", "rm", "things", "deep/two.txt").returncode == 4
+    whole = sluice(running, "docs", "get", "things", "one.md")
+    assert whole.stdout == "# Kettles\n\nA kettle boils water.\n"
+    there = sluice(running, "docs", "collections")
+    assert ["things", "1"] in [line.split()[:2] for line in there.stdout.splitlines()]
+    assert sluice(running, "docs", "rm", "things").returncode == 2
+    assert "1 documents" in sluice(running, "docs", "rm", "things", "--all").stdout
+    for gone in (("rm", "things", "--all"), ("list", "things"), ("search", "things", "kettle")):
+        done = sluice(running, "docs", *gone)
+        assert (done.returncode, "There is no such collection" in done.stderr) == (4, True)
 
 
 def test_a_conversation_is_kept_and_continued(running: Mesh) -> None:

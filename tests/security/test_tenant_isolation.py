@@ -3,7 +3,7 @@
 Goal: no call of the public service tells a tenant whether another tenant's thing exists, gives any
 of it away or changes it. Method: the fields of all requests that name something, found in the
 descriptors of the service, each with a row here that says how it is called; one tenant owns a run
-that waits, a session, a document and a decision; another calls every RPC with the owner's name of
+that waits, a large result, a session, a document and a decision; another calls every RPC with the owner's name of
 the thing and with a name that nobody uses. Oracle: the same code, text and details for both, and
 the owner's things as they were. A new RPC or field without a row fails. Seed: none.
 
@@ -13,6 +13,7 @@ Seen to fail on mutants: a store that finds a session, run or document of any te
 from __future__ import annotations
 
 import asyncio
+import base64
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from tests.security.conftest import COLLECTION, OTHER_KEY
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 CANARY = "the canary sings at midnight"
 DOCUMENT = "plan"
+# As the state service makes it: the newest generation that goes, the last document that is gone.
+DELETION_TOKEN = base64.urlsafe_b64encode(f"{2**52} a".encode()).decode()
 LIMIT_S = 20.0
 
 
@@ -48,6 +51,8 @@ class Owned:
     runs_token: str
     sessions_token: str
     documents_token: str
+    blob_run_id: str
+    blob: str
 
 
 Row = Callable[[Owned, str], Message]
@@ -79,6 +84,12 @@ NAMES: Mapping[tuple[str, str], Row] = {
         decision=S.RESUME_DECISION_RETRY,
         request_id=fresh(),
     ),
+    ("GetRunBlob", "run_id"): lambda has, other: S.GetRunBlobRequest(
+        run_id=other or has.blob_run_id, blob=has.blob
+    ),
+    ("GetRunBlob", "blob"): lambda has, other: S.GetRunBlobRequest(
+        run_id=has.blob_run_id, blob=other or has.blob
+    ),
     ("GetSession", "session_id"): lambda has, other: D.GetSessionRequest(
         session_id=other or has.session_id
     ),
@@ -103,6 +114,9 @@ NAMES: Mapping[tuple[str, str], Row] = {
     ("DeleteDocument", "document_id"): lambda has, other: D.DeleteDocumentRequest(
         collection=COLLECTION, document_id=other or DOCUMENT
     ),
+    ("DeleteCollection", "collection"): lambda has, other: D.DeleteCollectionRequest(
+        collection=other or COLLECTION
+    ),
     ("SearchDocuments", "collection"): lambda has, other: D.SearchDocumentsRequest(
         collection=other or COLLECTION, query=CANARY, top_k=20
     ),
@@ -123,6 +137,8 @@ OWN_NAMES: Mapping[tuple[str, str], str] = {
     ("ListRuns", "page_token"): "test_a_page_token_opens_nothing",
     ("ListSessions", "page_token"): "test_a_page_token_opens_nothing",
     ("ListDocuments", "page_token"): "test_a_page_token_opens_nothing",
+    ("ListCollections", "page_token"): "test_a_page_token_opens_nothing",
+    ("DeleteCollection", "page_token"): "test_a_page_token_opens_nothing",
     # Under a run that is named too, and which is refused first.
     ("CancelRun", "request_id"): "test_another_tenants_name_is_as_one_that_nobody_uses",
     ("ResumeRun", "request_id"): "test_another_tenants_name_is_as_one_that_nobody_uses",
@@ -226,6 +242,18 @@ async def waiting_run(client: MeshClient, request_id: str) -> tuple[str, int]:
     raise AssertionError("the run does not wait")
 
 
+async def large_result(client: MeshClient) -> tuple[str, str]:
+    """A run whose tool gave more than its events show: its id and the name of the whole."""
+    replies = [{"tool": "desk__huge", "arguments": {"bytes": 40_000}}, {"answer": CANARY}]
+    request = S.RunAgentRequest(
+        task=sim("Ask.", replies=replies), tools=["desk"], request_id=fresh()
+    )
+    events = [answer.event for answer in await call(client, "RunAgent", request)]
+    (ended,) = [event.tool_call_ended for event in events if event.HasField("tool_call_ended")]
+    assert ended.truncated and ended.blob, ended
+    return events[0].run_id, ended.blob
+
+
 async def session(client: MeshClient, request_id: str) -> str:
     messages = [input_pb2.ChatMessage(role="user", content=CANARY)]
     request = D.CreateSessionRequest(request_id=request_id, messages=messages)
@@ -250,7 +278,17 @@ async def has(owner: MeshClient) -> Owned:
     (documents,) = await call(owner, "ListDocuments", page)
     tokens = (runs.next_page_token, sessions.next_page_token, documents.next_page_token)
     assert all(tokens)
-    return Owned(run_id, step, run_request_id, session_id, session_request_id, decision_id, *tokens)
+    large = await large_result(owner)
+    return Owned(
+        run_id,
+        step,
+        run_request_id,
+        session_id,
+        session_request_id,
+        decision_id,
+        *tokens,
+        *large,
+    )
 
 
 async def all_is_as_it_was(owner: MeshClient, has: Owned) -> None:
@@ -298,7 +336,7 @@ async def test_lists_show_what_is_the_callers_alone(
     seen = [
         await call(stranger, "ListRuns", S.ListRunsRequest(page_size=100)),
         await call(stranger, "ListSessions", D.ListSessionsRequest(page_size=100)),
-        await call(stranger, "ListDocuments", D.ListDocumentsRequest(collection=COLLECTION)),
+        await call(stranger, "ListCollections", D.ListCollectionsRequest(page_size=100)),
         await call(stranger, "GetUsage", records_pb2.GetUsageRequest()),
     ]
     for name in (has.run_id, has.session_id, CANARY, "sequel"):
@@ -316,8 +354,17 @@ async def test_a_page_token_opens_nothing(
             "ListDocuments",
             D.ListDocumentsRequest(collection=COLLECTION, page_token=has.documents_token),
         ),
+        (
+            "ListCollections",
+            D.ListCollectionsRequest(page_token=has.documents_token),
+        ),
+        (
+            "DeleteCollection",
+            D.DeleteCollectionRequest(collection=COLLECTION, page_token=DELETION_TOKEN),
+        ),
     ):
         seen.append(await outcome(stranger, rpc, request, "no name"))
+    await all_is_as_it_was(owner, has)
     for name in (has.run_id, has.session_id, CANARY, DOCUMENT, "sequel"):
         assert name not in str(seen)
 
@@ -347,7 +394,7 @@ async def test_a_document_of_the_same_name_is_another_document(
     a collection of the same name, then the other's text as the query, by the search and by its
     words alone. Oracle: none of its text, and the caller's own."""
     await put_document(stranger, "mine says nothing")
-    for query in (CANARY, "canary midnight", "mine says nothing"):
+    for query in (f"{CANARY} nothing", "canary midnight nothing", "mine says nothing"):
         request = D.SearchDocumentsRequest(collection=COLLECTION, query=query, top_k=20)
         (found,) = await call(stranger, "SearchDocuments", request)
         assert "canary" not in str(found)
@@ -364,7 +411,7 @@ async def test_an_agent_finds_the_documents_of_its_own_tenant_only(
     await put_document(stranger, "mine says nothing", "own")
     shown = {}
     for name, client in (("owner", owner), ("stranger", stranger)):
-        replies = [{"tool": "papers", "arguments": {"query": "canary midnight"}}, {"answer": "x"}]
+        replies = [{"tool": "papers", "arguments": {"query": "canary midnight nothing"}}, {"answer": "x"}]
         request = S.RunAgentRequest(
             task=sim("Search.", replies=replies), tools=["papers"], request_id=fresh()
         )

@@ -171,6 +171,12 @@ async def test_failures_of_the_search_are_those_of_a_tool(error: SluiceError, re
         assert failed.value.reason == reason
 
 
+async def test_a_collection_in_which_nothing_is_yet_has_no_hits() -> None:
+    search = Search(not_found("COLLECTION_UNKNOWN", "There is none."))
+    result = await retriever(search).call({"query": "x"}, CONTEXT)
+    assert json.loads(result.content_json)["hits"] == []
+
+
 def test_a_collection_that_is_being_read_is_waited_for(run_virtual: Virtual) -> None:
     class Loading(Search):
         def __init__(self, refusals: int) -> None:

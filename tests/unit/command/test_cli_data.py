@@ -113,3 +113,31 @@ def test_words_of_choices_and_states_are_the_protos_own() -> None:
         cli_agent._number(
             runs_pb2.ToolChoice, "TOOL_CHOICE", "always", cli_agent.CHOICES, "--choice"
         )
+
+
+class Mesh:
+    """A client of a run with a large result, in parts of 4 bytes, and of 5 documents to delete."""
+
+    left = 5
+
+    def call(self, method: str, request: Any) -> Any:
+        if method == "GetRunBlob":
+            content = b'"0123456789"'
+            part = content[request.offset : request.offset + 4]
+            return runs_pb2.GetRunBlobResponse(content=part, size_bytes=len(content))
+        assert method == "DeleteCollection"
+        gone = min(2, self.left)
+        self.left -= gone
+        token = "on" if gone == 2 else ""
+        return data_pb2.DeleteCollectionResponse(deleted=gone, next_page_token=token)
+
+
+def test_a_large_result_is_put_together() -> None:
+    client: Any = Mesh()
+    assert cli_agent._blob(client, "r", "b") == b'"0123456789"'
+
+
+def test_a_collection_is_deleted_to_its_end() -> None:
+    client: Any = Mesh()
+    assert cli_docs._delete_all(client, "c") == 5
+    assert client.left == 0

@@ -51,6 +51,14 @@ def told(**kind: Any) -> list[str]:
             ["step 2: -> [1 (9000 bytes in all)"],
         ),
         (
+            {
+                "tool_call_ended": runs_pb2.ToolCallEnded(
+                    step=2, result_json="[1", truncated=True, size_bytes=9000, blob="b"
+                )
+            },
+            ["step 2: -> [1 (9000 bytes in all; `sluice agent result` prints them)"],
+        ),
+        (
             {"waiting": runs_pb2.RunWaiting(step=3, reason=DOUBT, call=CALL)},
             [
                 (
