@@ -290,7 +290,9 @@ async def test_a_document_is_found_and_deleted_is_gone(client: MeshClient) -> No
     over_http = await client.http.post("/v1/collections/manual/search", json={"query": "parcel"})
     assert over_http.json()["hits"]
     await client.http.delete("/v1/collections/manual/documents/shop/returns.md")
-    assert not (await ask(client, "SearchDocuments", search)).hits
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(client, "SearchDocuments", search)
+    assert from_rpc_error(caught.value).reason == "COLLECTION_UNKNOWN"
 
 
 async def test_a_restart_of_the_state_service_costs_a_watch_nothing(

@@ -3,9 +3,9 @@
 Goal: no call of the public service tells a tenant whether another tenant's thing exists, gives any
 of it away or changes it. Method: the fields of all requests that name something, found in the
 descriptors of the service, each with a row here that says how it is called; one tenant owns a run
-that waits, a large result, a session, a document and a decision; another calls every RPC with the owner's name of
-the thing and with a name that nobody uses. Oracle: the same code, text and details for both, and
-the owner's things as they were. A new RPC or field without a row fails. Seed: none.
+that waits, a large result, a session, a document and a decision; another calls every RPC with the
+owner's name of the thing and with a name that nobody uses. Oracle: the same code, text and details
+for both, and the owner's things as they were. A new RPC or field without a row fails. Seed: none.
 
 Seen to fail on mutants: a store that finds a session, run or document of any tenant.
 """
@@ -411,7 +411,8 @@ async def test_an_agent_finds_the_documents_of_its_own_tenant_only(
     await put_document(stranger, "mine says nothing", "own")
     shown = {}
     for name, client in (("owner", owner), ("stranger", stranger)):
-        replies = [{"tool": "papers", "arguments": {"query": "canary midnight nothing"}}, {"answer": "x"}]
+        query = {"query": "canary midnight nothing"}
+        replies = [{"tool": "papers", "arguments": query}, {"answer": "x"}]
         request = S.RunAgentRequest(
             task=sim("Search.", replies=replies), tools=["papers"], request_id=fresh()
         )

@@ -18,7 +18,7 @@ from agent_svc.adapters.tools.secrets import HIDDEN, Secrets
 from agent_svc.adapters.tools.url_template import fill, with_query
 from agent_svc.domain.model import ToolInfo
 from agent_svc.ports import ChunkFound, ToolContext, ToolError
-from sluice.errors import Code, SluiceError, deadline_exceeded, unavailable
+from sluice.errors import Code, SluiceError, deadline_exceeded, not_found, unavailable
 
 Virtual = Callable[[Coroutine[Any, Any, Any]], Any]
 CONTEXT = ToolContext("tenant-a", "run", "run:1", 5.0)
