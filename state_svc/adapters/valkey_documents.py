@@ -145,7 +145,8 @@ class ValkeyDocuments:
 
         async def read(client: Redis) -> tuple[list[str], list[Any]]:
             # A set of at most collections_max names: read whole, ordered here.
-            names = sorted(map(text, await client.smembers(key)))
+            members: Any = await client.smembers(key)
+            names = sorted(map(text, members))
             page = [name for name in names if name > after][:count]
             async with client.pipeline(transaction=True) as pipeline:
                 for name in page:

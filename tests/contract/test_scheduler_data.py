@@ -305,7 +305,8 @@ async def test_another_tenants_document_is_like_an_unknown_one(rig: Rig) -> None
             told.append((error.code, error.reason, error.message, error.metadata))
         assert told[0] == told[1]
         assert told[0][:2] == (Code.NOT_FOUND, "COLLECTION_UNKNOWN")
-    assert not (await rig.ask("ListCollections", data_pb2.ListCollectionsRequest(), "b")).collections
+    collections = data_pb2.ListCollectionsRequest()
+    assert not (await rig.ask("ListCollections", collections, "b")).collections
     listed = data_pb2.ListDocumentsRequest(collection="manuals")
     assert (await rig.ask("ListDocuments", listed)).documents
 
@@ -318,8 +319,8 @@ async def test_collections_are_listed_and_deleted(rig: Rig) -> None:
     rest = await rig.ask(
         "ListCollections", data_pb2.ListCollectionsRequest(page_token=first.next_page_token)
     )
-    found = [(one.collection, one.document_count) for one in (*first.collections, *rest.collections)]
-    assert found == [("B", 1), ("manuals", 2)]
+    both = (*first.collections, *rest.collections)
+    assert [(one.collection, one.document_count) for one in both] == [("B", 1), ("manuals", 2)]
     delete = data_pb2.DeleteCollectionRequest(collection="manuals")
     done = await rig.ask("DeleteCollection", delete)
     assert (done.deleted, done.next_page_token) == (2, "")
