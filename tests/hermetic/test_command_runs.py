@@ -41,6 +41,10 @@ def test_a_run_tells_its_steps_and_prints_its_answer(running: Mesh) -> None:
     assert "succeeded; " in shown.stdout and "It is 42." in shown.stdout
     as_json = json.loads(sluice(running, "agent", "show", run_id, "--json").stdout)
     assert (as_json["state"], as_json["tool_calls"]) == ("RUN_STATE_SUCCEEDED", 1)
+    result = sluice(running, "agent", "result", run_id, "2")
+    assert (result.returncode, "42" in result.stdout) == (0, True), result.stderr
+    none = sluice(running, "agent", "result", run_id, "1")
+    assert (none.returncode, "no tool call" in none.stderr) == (2, True), none.stderr
 
 
 def test_events_are_json_one_a_line(running: Mesh) -> None:
