@@ -562,7 +562,8 @@ async def test_a_large_result_is_read_in_parts_by_the_tenant_of_its_run(rig: Rig
         ({"run_id": owner}, "RUN_UNKNOWN"),
         ({"blob": "another"}, "BLOB_UNKNOWN"),
     ):
-        unknown = runs_pb2.GetRunBlobRequest(**{"run_id": run.stored.run_id, "blob": name, **wrong})
+        given: Any = {"run_id": run.stored.run_id, "blob": name, **wrong}
+        unknown = runs_pb2.GetRunBlobRequest(**given)
         assert (await rig.refused("GetRunBlob", unknown)).reason == told
     for field, value in (("run_id", "x"), ("blob", "a/b"), ("blob", ""), ("size_max", 2 << 20)):
         bad: Any = {"run_id": run.stored.run_id, "blob": name, field: value}
