@@ -102,9 +102,7 @@ class DocumentsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             with_content=request.with_content,
         )
         found = await answered(self._stub.GetDocument(message, timeout=time_limit_s()))
-        return data_pb2.GetDocumentResponse(
-            document=_shown(found.document), content=found.content
-        )
+        return data_pb2.GetDocumentResponse(document=_shown(found.document), content=found.content)
 
     async def ListDocuments(
         self, request: data_pb2.ListDocumentsRequest, context: Context

@@ -323,9 +323,7 @@ async def test_another_tenant_sees_nothing_and_cannot_tell(channel: grpc.aio.Cha
         store = documents_pb2.StoreChunksRequest(**place, generation=made.generation)
         assert await refusal(stub.StoreChunks(store)) == ("ABORTED", "GENERATION_REPLACED")
     for collection in ("c", "unknown"):
-        listed = documents_pb2.ListDocumentsRequest(
-            tenant="b", collection=collection, page_size=5
-        )
+        listed = documents_pb2.ListDocumentsRequest(tenant="b", collection=collection, page_size=5)
         deleted = documents_pb2.DeleteCollectionRequest(tenant="b", collection=collection)
         for call in (stub.ListDocuments(listed), stub.DeleteCollection(deleted)):
             assert await refusal(call) == ("NOT_FOUND", "COLLECTION_UNKNOWN")
@@ -391,9 +389,7 @@ async def test_a_token_of_nobody_deletes_nothing(channel: grpc.aio.Channel, toke
     """None of base64, and of it "x", "x x", "1 ", "99999999999999999 x"."""
     stub: Any = DocumentServiceStub(channel)
     await ingest(stub, "x", a_chunk(0, "red", EAST))
-    request = documents_pb2.DeleteCollectionRequest(
-        tenant="a", collection="c", page_token=token
-    )
+    request = documents_pb2.DeleteCollectionRequest(tenant="a", collection="c", page_token=token)
     assert await refusal(stub.DeleteCollection(request)) == ("INVALID_ARGUMENT", "page_token")
     assert (await stub.SearchChunks(a_search(query="red"))).hits
 
