@@ -436,7 +436,7 @@ def _blob(client: MeshClient, run_id: str, blob: str) -> bytes:
     request = runs_pb2.GetRunBlobRequest(run_id=run_id, blob=blob)
     content = b""
     while True:
-        part = client.call("GetRunBlob", request)
+        part: runs_pb2.GetRunBlobResponse = client.call("GetRunBlob", request)
         content += part.content
         if not part.content or len(content) >= part.size_bytes:
             return content

@@ -194,7 +194,7 @@ def get(
     elif sys.stdout.isatty():
         output().print(Text(printable(content.decode(errors="replace"))), soft_wrap=True)
     else:
-        typer.echo(content, nl=False)
+        typer.echo(content.decode(), nl=False)  # always UTF-8
 
 
 @docs_app.command()
@@ -338,7 +338,7 @@ def _delete_all(client: MeshClient, collection: str) -> int:
     request = data_pb2.DeleteCollectionRequest(collection=collection)
     count = 0
     while True:
-        done = client.call("DeleteCollection", request)
+        done: data_pb2.DeleteCollectionResponse = client.call("DeleteCollection", request)
         count += done.deleted
         if not done.next_page_token:
             return count

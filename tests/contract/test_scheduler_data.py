@@ -299,12 +299,12 @@ async def test_another_tenants_document_is_like_an_unknown_one(rig: Rig) -> None
                 told.append(f"{error.code} {error.reason} {error.message}")
         assert told[0] == told[1]
     for method, kind in COLLECTION_CALLS.items():
-        told = []
+        answers = []
         for name in ("manuals", "nothing"):
             error = await rig.refused(method, kind(collection=name), "b")
-            told.append((error.code, error.reason, error.message, error.metadata))
-        assert told[0] == told[1]
-        assert told[0][:2] == (Code.NOT_FOUND, "COLLECTION_UNKNOWN")
+            answers.append((error.code, error.reason, error.message, error.metadata))
+        assert answers[0] == answers[1]
+        assert answers[0][:2] == (Code.NOT_FOUND, "COLLECTION_UNKNOWN")
     collections = data_pb2.ListCollectionsRequest()
     assert not (await rig.ask("ListCollections", collections, "b")).collections
     listed = data_pb2.ListDocumentsRequest(collection="manuals")

@@ -152,7 +152,7 @@ def test_documents_are_added_found_and_deleted(running: Mesh, tmp_path: Path) ->
     assert "two.txt" not in sluice(running, "docs", "search", "things", "zebra").stdout
     assert sluice(running, "docs", "rm", "things", "deep/two.txt").returncode == 4
     whole = sluice(running, "docs", "get", "things", "one.md")
-    assert whole.stdout == "# Kettles\n\nA kettle boils water.\n"
+    assert whole.stdout == "# Kettles\n\nA kettle boils water.\n", whole.stderr
     there = sluice(running, "docs", "collections")
     assert ["things", "1"] in [line.split()[:2] for line in there.stdout.splitlines()]
     assert sluice(running, "docs", "rm", "things").returncode == 2

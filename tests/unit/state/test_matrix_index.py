@@ -138,10 +138,10 @@ async def test_only_what_changed_is_read() -> None:
     await found(index, "red")
     assert store.reads == reads
     await ingest(store, "new", "red")
-    assert len(await found(index, "red")) == 6
+    assert len(await found(index, "red") or []) == 6
     assert store.reads == reads + 1
     await store.delete("a", "c", "new")
-    assert len(await found(index, "red")) == 5
+    assert len(await found(index, "red") or []) == 5
     assert store.reads == reads + 1
 
 
