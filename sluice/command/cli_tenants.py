@@ -213,8 +213,8 @@ def remove(name: NameArgument, config: ConfigOption = None, endpoint: EndpointOp
     _key_path(config, name).unlink(missing_ok=True)
     output().print(f"Tenant {name} is removed; its keys are refused within a second.")
     output().print(
-        "Its documents, runs, sessions, values, results, tools and decision records are deleted now;"
-        " its usage stays in the ledger. The name can be used again in about 10 s."
+        "Its documents, runs, sessions, values, results, tools and decision records are deleted"
+        " now; its usage stays in the ledger. The name can be used again in about 10 s."
     )
 
 

@@ -117,8 +117,8 @@ class ValkeyLink:
         self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]
     ) -> list[Any]:
         """Runs a script for each of the calls in one round trip, each atomic by itself. A store
-        that does not know the script (new, or emptied) is taught it; then none had run. A call for a
-        deleted tenant is a TenantDeletedError in its place."""
+        that does not know the script (new, or emptied) is taught it; then none had run. A call for
+        a deleted tenant is a TenantDeletedError in its place."""
 
         async def run(client: Redis) -> list[Any]:
             replies = await self._pipeline(client, script, calls)

@@ -1,7 +1,7 @@
 """A crash of the state service at every step of a tenant's deletion and of its name's next use.
 
-Goal: wherever it dies, the name is refused until nothing is left of the old tenant, and then the new
-one can use it. Method: the state service as a real process over Valkey, a database for each point,
+Goal: wherever it dies, the name is refused until nothing is left of the old tenant, and then the
+new one can use it. Method: the state service as a real process over Valkey, a database for each point,
 killed when it passes the point; the client repeats what was not answered. Oracle: what the new
 tenant reads. Seed: none. A point that is never passed fails.
 
