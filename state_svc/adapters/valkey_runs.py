@@ -338,15 +338,6 @@ class ValkeyRuns:
     ) -> tuple[Sequence[str], Sequence[Argument]]:
         return [f"sluice:{{{tenant}}}:runs"], [op, self.clock_ms, latest, *arguments]
 
-    async def _held(
-        self, tenant: str, op: str, *arguments: Argument, script: Script = _SCRIPT
-    ) -> Sequence[Any]:
-        """As :meth:`_run`, for the holder of a lease: with its tenant it has lost that."""
-        try:
-            return await self._run(tenant, op, *arguments, script=script)
-        except TenantDeletedError as error:
-            raise LeaseLostError from error
-
     async def _run(
         self, tenant: str, op: str, *arguments: Argument, latest: int = 0, script: Script = _SCRIPT
     ) -> Sequence[Any]:
@@ -357,6 +348,15 @@ class ValkeyRuns:
         reply = await self._link.script(script, keys, words)
         fault_point(f"state.after_{op}")
         return checked(reply)
+
+    async def _held(
+        self, tenant: str, op: str, *arguments: Argument, script: Script = _SCRIPT
+    ) -> Sequence[Any]:
+        """As :meth:`_run`, for the holder of a lease: with its tenant it has lost that."""
+        try:
+            return await self._run(tenant, op, *arguments, script=script)
+        except TenantDeletedError as error:
+            raise LeaseLostError from error
 
 
 def _is_due(due: int | None, look: Look) -> bool:
