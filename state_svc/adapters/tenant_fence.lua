@@ -1,5 +1,6 @@
 -- The fence of a deleted tenant. KEYS[1]: sluice:{<tenant>}:deletion, "c<number>" closed or "o<number>" opened
--- again, owned here, 100 days; KEYS[2]: the first hour of usage that the tenant of today may see (open), as long.
+-- again, owned here, 100 days; for open KEYS[2], the first hour of usage that the tenant of today may see, as long,
+-- and KEYS[3], the quota, which no fence keeps from being settled: a new tenant begins without.
 -- Numbers grow: a process that stood still since an earlier deletion closes, deletes and opens nothing.
 -- ARGV: op, number, seconds to keep; then for open whether the ledger of usage is here. purge: KEYS[2..] are
 -- keys to delete; they go only while the fence of this very deletion is closed.
@@ -22,6 +23,7 @@ end
 -- open
 if known > tonumber(number) or fence == 'o' .. number then return 0 end
 call('SET', KEYS[1], 'o' .. number, 'EX', ARGV[3])
+call('UNLINK', KEYS[3])
 if ARGV[4] == '1' then
   call('SET', KEYS[2], string.format('%.0f', math.floor(call('TIME')[1] / 3600) + 1), 'EX', ARGV[3])
 end

@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from sluice import logs
 from state_svc.adapters.valkey_ledger import USAGE_KEPT_S, usage_prefix, usage_since_key
 from state_svc.adapters.valkey_link import Script, ValkeyLink, text
+from state_svc.adapters.valkey_quota import quota_key
 from state_svc.domain.names import RESERVED
 
 KEYS_AT_ONCE: Final = 1_000
@@ -52,7 +53,7 @@ class ValkeyTenantData:
 
     async def open(self, tenant: str, number: int) -> None:
         """See :class:`state_svc.deletion_ports.TenantData`."""
-        keys = [fence_key(tenant), usage_since_key(tenant)]
+        keys = [fence_key(tenant), usage_since_key(tenant), quota_key(tenant)]
         arguments = ["open", number, FENCE_KEPT_S, int(self._has_usage)]
         await self._link.script(_SCRIPT, keys, arguments)
 

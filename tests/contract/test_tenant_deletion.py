@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from sluice.errors import Code, SluiceError
+from sluice.quota.exchange import Exchange, Limits, Need, QuotaUse
 from state_svc.adapters import tenant_purge
 from state_svc.adapters.memory_stores import MemoryDecisions, MemoryRegistry, MemoryUsage
 from state_svc.adapters.memory_tenant_data import MemoryTenantData
@@ -28,6 +29,7 @@ from state_svc.adapters.tenant_purge import TenantPurge
 from state_svc.adapters.valkey_documents import ValkeyDocuments
 from state_svc.adapters.valkey_ledger import ValkeyDecisions, ValkeyUsage
 from state_svc.adapters.valkey_link import ValkeyLink
+from state_svc.adapters.valkey_quota import ValkeyQuotaStore
 from state_svc.adapters.valkey_registry import ValkeyRegistry
 from state_svc.adapters.valkey_runs import ValkeyRuns
 from state_svc.adapters.valkey_sessions import ValkeySessions
@@ -371,6 +373,24 @@ async def test_no_key_of_a_deleted_tenant_is_left_and_none_comes_back(
     assert one.run.tenant == "a"
     (state,) = await every.runs.renew([lease], LEASE_MS)
     assert not state.held
+
+
+async def test_a_new_tenant_begins_without_the_quota_counts_of_another(
+    links: list[ValkeyLink],
+) -> None:
+    """Also those that a scheduler settles when everything is gone."""
+    stores, quota = on_valkey(links), ValkeyQuotaStore(links[1])
+    counted = Exchange("h", 1, Limits(requests_per_min=3), needs=(Need(1),))
+    await stores.create()
+    await quota.exchange([("a", counted)])
+    assert (await quota.use("a")).requests == 1
+    await stores.delete()
+    await stores.purge().once()
+    assert await quota.use("a") == QuotaUse()
+    await quota.exchange([("a", counted)])
+    await stores.create()
+    await stores.purge().created("a")
+    assert await quota.use("a") == QuotaUse()
 
 
 async def test_runs_of_others_are_claimed_beside_those_of_a_deleted_tenant(

@@ -1,5 +1,8 @@
 """What the scheduler takes over from the state service: tenants, keys and aliases, over a real
-connection to its servicers on stores in memory. Oracle: who is let in, and as what."""
+connection to its servicers on stores in memory. Oracle: who is let in, and as what.
+
+Seen to fail on mutants: seed_comes_back.
+"""
 
 from __future__ import annotations
 
