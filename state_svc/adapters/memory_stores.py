@@ -176,9 +176,7 @@ class MemoryUsage:
         """See :class:`state_svc.ports.UsageStore`."""
         ledger = self._amounts.get(tenant, {})
         first = begin_hour if earlier else max(begin_hour, self.since.get(tenant, 0))
-        return {
-            key: dict(sums) for key, sums in ledger.items() if first <= key.hour < end_hour
-        }
+        return {key: dict(sums) for key, sums in ledger.items() if first <= key.hour < end_hour}
 
 
 class MemoryDecisions:

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from sluice import logs
 from state_svc.adapters.valkey_ledger import USAGE_KEPT_S, usage_prefix, usage_since_key
-from state_svc.adapters.valkey_link import Script, ValkeyLink, text
+from state_svc.adapters.valkey_link import Argument, Script, ValkeyLink, text
 from state_svc.adapters.valkey_quota import quota_key
 from state_svc.domain.names import RESERVED
 
@@ -34,7 +34,7 @@ class ValkeyTenantData:
 
     async def close(self, tenant: str, number: int) -> bool:
         """See :class:`state_svc.deletion_ports.TenantData`."""
-        arguments = ["close", number, FENCE_KEPT_S]
+        arguments: list[Argument] = ["close", number, FENCE_KEPT_S]
         return bool(await self._link.script(_SCRIPT, [fence_key(tenant)], arguments))
 
     async def purge(self, tenant: str, number: int) -> bool:
@@ -54,7 +54,7 @@ class ValkeyTenantData:
     async def open(self, tenant: str, number: int) -> None:
         """See :class:`state_svc.deletion_ports.TenantData`."""
         keys = [fence_key(tenant), usage_since_key(tenant), quota_key(tenant)]
-        arguments = ["open", number, FENCE_KEPT_S, int(self._has_usage)]
+        arguments: list[Argument] = ["open", number, FENCE_KEPT_S, int(self._has_usage)]
         await self._link.script(_SCRIPT, keys, arguments)
 
     async def _look(self, tenant: str, cursor: int) -> tuple[int, list[str]]:

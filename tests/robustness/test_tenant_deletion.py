@@ -1,8 +1,8 @@
 """A crash of the state service at every step of a tenant's deletion and of its name's next use.
 
 Goal: wherever it dies, the name is refused until nothing is left of the old tenant, and then the
-new one can use it. Method: the state service as a real process over Valkey, a database for each point,
-killed when it passes the point; the client repeats what was not answered. Oracle: what the new
+new one can use it. Method: the state service as a real process over Valkey, a database for each
+point, killed when it passes the point; the client repeats what was not answered. Oracle: what the new
 tenant reads. Seed: none. A point that is never passed fails.
 
 Seen to fail on mutants: tenant_deletion_is_not_marked.
@@ -46,9 +46,7 @@ class Life:
         self.process = StateProcess(url, timeout_s=1.0)
         self.deaths = 0
         self.process.start(f"{point}:{TIMES.get(point, 1)}")
-        self.channel = open_channel(
-            self.process.address, limits=ChannelLimits(reconnect_max_s=0.2)
-        )
+        self.channel = open_channel(self.process.address, limits=ChannelLimits(reconnect_max_s=0.2))
         self.tenants: Any = TenantServiceStub(self.channel)
         self.values: Any = KeyValueServiceStub(self.channel)
 
