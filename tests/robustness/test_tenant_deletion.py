@@ -2,8 +2,8 @@
 
 Goal: wherever it dies, the name is refused until nothing is left of the old tenant, and then the
 new one can use it. Method: the state service as a real process over Valkey, a database for each
-point, killed when it passes the point; the client repeats what was not answered. Oracle: what the new
-tenant reads. Seed: none. A point that is never passed fails.
+point, killed when it passes the point; the client repeats what was not answered. Oracle: what the
+new tenant reads. Seed: none. A point that is never passed fails.
 
 Seen to fail on mutants: tenant_deletion_is_not_marked.
 """
