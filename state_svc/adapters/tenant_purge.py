@@ -16,7 +16,7 @@ fence that was opened is not closed again under the same number.
 
 What can remain: usage, on purpose. Counts of a quota that a scheduler settles after the creation of
 a new tenant: numbers, which leave the quota within its window or day; those settled before go when
-the fences open. And who was cut off since before the deletion, and is heard again after a new tenant
+the fences open. And who was cut off since before the deletion, and is heard after a new tenant
 was made and before it hears of that itself (about 0.25 s), may write for its old caller under the
 name: names are not versioned. A store that lost its data has lost its fence with it: what comes
 late is then deleted in 5, or ends with its time to live.
