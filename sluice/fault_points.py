@@ -44,6 +44,12 @@ POINTS: Final = frozenset(
         "state.after_resume",
         "state.before_cancel",
         "state.after_cancel",
+        # The state service: around the steps that delete and replace a tenant.
+        "tenants.after_delete",  # the name is marked, and nobody was told
+        "tenants.before_purge",  # the fences are closed, and nothing is gone
+        "tenants.before_gone",  # everything is gone, and the mark does not say so
+        "tenants.after_create",  # the new tenant is there behind closed fences
+        "tenants.before_unmark",  # the fences are open, and the mark does not say so
     }
 )
 

@@ -193,6 +193,9 @@ ADMIN: Final[Mapping[str, Reason]] = {
         _BUSY, "mesh", "The store's memory is full: it keeps nothing new for now.", delay=True
     ),
     "TENANT_UNKNOWN": _reason(_NONE, "tenant", "No such tenant."),
+    "TENANT_BEING_DELETED": _reason(
+        _NOT_NOW, "tenant", "What a deleted tenant of the name left is not gone yet.", delay=True
+    ),
     "ALIAS_UNKNOWN": _reason(_NONE, "model", "No such alias."),
     "INSTANCE_UNKNOWN": _reason(_NONE, "instance", "No such instance."),
     "TOOL_FIELD_NOT_ALLOWED": _reason(

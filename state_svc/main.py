@@ -51,6 +51,7 @@ from state_svc.adapters.run_servicer import RunServicer
 from state_svc.adapters.run_sweep import RunSweep
 from state_svc.adapters.schema import ensure_schema
 from state_svc.adapters.session_servicer import SessionServicer
+from state_svc.adapters.tenant_purge import SETTLE_S, TenantPurge
 from state_svc.adapters.tenant_servicer import TenantServicer
 from state_svc.adapters.tools_servicer import ToolServicer
 from state_svc.adapters.valkey_documents import ValkeyDocuments
@@ -61,12 +62,13 @@ from state_svc.adapters.valkey_quota import ValkeyQuotaStore
 from state_svc.adapters.valkey_registry import ValkeyRegistry
 from state_svc.adapters.valkey_runs import ValkeyRuns
 from state_svc.adapters.valkey_sessions import ValkeySessions
+from state_svc.adapters.valkey_tenant_data import ValkeyTenantData
 from state_svc.adapters.valkey_text import ValkeyTexts
 from state_svc.adapters.valkey_values import ValkeyBlobs, ValkeyValues
 from state_svc.adapters.values_servicers import BlobServicer, KeyValueServicer
 from state_svc.config import StateConfig, run_limits, session_limits
 from state_svc.document_ports import DocumentLimits
-from state_svc.ports import ValueLimits
+from state_svc.ports import Kind, ValueLimits
 
 _FILES: Final[tuple[FileDescriptor, ...]] = (
     aliases_pb2.DESCRIPTOR,
@@ -105,7 +107,11 @@ class Parts:
         volatile = self._links.get("store-volatile", durable)
         registry = ValkeyRegistry(durable)
         self.watch = RegistryWatch(registry)
-        self.tenants = TenantServicer(registry, self.watch)
+        data = [ValkeyTenantData(one, has_usage=one is durable) for one in self._links.values()]
+        # Whatever was begun for a deleted tenant is over after two calls, one behind the other.
+        settle_s = max(SETTLE_S, 2 * config.deadline_s)
+        self.purge = TenantPurge(registry, data, settle_s)
+        self.tenants = TenantServicer(registry, self.watch, self.purge)
         self.aliases = AliasServicer(registry, self.watch)
         self.drains = FleetServicer(registry, self.watch)
         self.usage = UsageServicer(ValkeyUsage(durable))
@@ -165,9 +171,18 @@ class Parts:
             group.create_task(self.watch.run())
             group.create_task(self.feed.run_forever())
             group.create_task(self.sweep.run())
+            group.create_task(self.purge.run())
+            group.create_task(self._drop_indexes())
             for name, link in self._links.items():
                 component = self._components[name]
                 group.create_task(link.watch(ensure_schema, component.up, component.down))
+
+    async def _drop_indexes(self) -> None:
+        """Of tenants that are gone, until the watch is closed. An index that this misses is never
+        searched: versions of collections grow also over a deletion."""
+        async for change in self.watch.follow((Kind.TENANTS,)):
+            for name in change.deleted.get(Kind.TENANTS, ()):
+                self.index.drop(name)
 
     async def drain(self) -> None:
         """Ends the watches; everything else is short."""

@@ -107,6 +107,15 @@ class ParentMissingError(Exception):
     """The tenant of a key or tool does not exist. Nothing was done."""
 
 
+class TenantBeingDeletedError(Exception):
+    """A tenant of this name was deleted, and what belonged to it is not gone yet. Nothing was
+    done."""
+
+
+class TenantDeletedError(Exception):
+    """What is to be written belongs to a tenant that is deleted. Nothing was done."""
+
+
 class RegistryStore(Protocol):
     """Tenants, keys, aliases and tools: few, small, read by everybody. Durable store; no time to
     live, since they are what somebody configured."""
@@ -123,11 +132,13 @@ class RegistryStore(Protocol):
         """Writes a record; returns its version. ``expected`` 0: it must not exist. ``unique``:
         values that no other record of the kind may have; only given for records that are written
         once. Raises VersionConflictError, NameTakenError, ParentMissingError (for a key or tool)
-        and, at the bound of the kind or of its tenant, RegistryFullError."""
+        and, at the bound of the kind or of its tenant, RegistryFullError; for a new tenant
+        TenantBeingDeletedError while its name is marked (``state_svc/deletion_ports.py``), marked
+        names counting against the bound of tenants."""
 
     async def delete(self, kind: Kind, name: str, *, expected: int | None = None) -> bool:
-        """Deletes a record, with a tenant its keys and tools; says whether it existed. Raises
-        VersionConflictError."""
+        """Deletes a record, with a tenant its keys and tools, and marks its name; says whether it
+        existed. Raises VersionConflictError."""
 
     async def find(self, kind: Kind, unique: str) -> str | None:
         """The name of the record with a unique value."""
@@ -160,9 +171,10 @@ class UsageStore(Protocol):
         and nothing was done."""
 
     async def query(
-        self, tenant: str, begin_hour: int, end_hour: int
+        self, tenant: str, begin_hour: int, end_hour: int, *, earlier: bool = False
     ) -> Mapping[UsageKey, Mapping[str, float]]:
-        """What was added to the hours from ``begin_hour`` to before ``end_hour``."""
+        """What was added to the hours from ``begin_hour`` to before ``end_hour``; those that
+        began while another tenant had the name only if ``earlier``."""
 
 
 class DecisionStore(Protocol):

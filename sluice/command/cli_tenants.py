@@ -200,7 +200,7 @@ def change(
 
 @tenants_app.command("remove")
 def remove(name: NameArgument, config: ConfigOption = None, endpoint: EndpointOption = "") -> None:
-    """Remove a tenant, its keys and its key file."""
+    """Remove a tenant, its keys, its key file and all that it stored."""
     from sluice.scheduler.v1 import admin_pb2
 
     own = _own_key_id(config)
@@ -212,6 +212,10 @@ def remove(name: NameArgument, config: ConfigOption = None, endpoint: EndpointOp
         client.admin("DeleteTenant", admin_pb2.DeleteTenantRequest(tenant=name))
     _key_path(config, name).unlink(missing_ok=True)
     output().print(f"Tenant {name} is removed; its keys are refused within a second.")
+    output().print(
+        "Its documents, runs, sessions, values, results, tools and decision records are deleted"
+        " now; its usage stays in the ledger. The name can be used again in about 10 s."
+    )
 
 
 @tenants_app.command("keys")

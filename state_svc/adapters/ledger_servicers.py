@@ -58,7 +58,7 @@ class UsageServicer(usage_pb2_grpc.UsageServiceServicer):
         if not 0 <= end - begin <= QUERY_HOURS_MAX:
             raise invalid("end_time", f"must be at most {QUERY_HOURS_MAX} hours after begin_time")
         with store_errors():
-            found = await self._store.query(request.tenant, begin, end)
+            found = await self._store.query(request.tenant, begin, end, earlier=request.earlier)
         keys = sorted(found, key=lambda key: (key.hour, key.model))
         return usage_pb2.QueryUsageResponse(records=[_record(key, found[key]) for key in keys])
 

@@ -124,6 +124,12 @@ class MatrixIndex:
         finally:
             self._running -= 1
 
+    def drop(self, tenant: str) -> None:
+        """Forgets a tenant that is gone. What is being read of it ends by itself."""
+        for key in [key for key in self._entries if key[0] == tenant]:
+            del self._entries[key]
+        self.used_bytes = self.size_bytes
+
     async def close(self) -> None:
         """Ends what is being read."""
         for task in self._tasks:

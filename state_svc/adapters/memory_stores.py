@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from state_svc.adapters.valkey_ledger import BATCH_KEPT_S, DECISION_KEPT_S, DECISIONS_MAX
+from state_svc.deletion_ports import Deletion, DeletionState
 from state_svc.ports import (
     CHILDREN_BYTES_MAX,
     CHILDREN_MAX,
@@ -17,15 +18,18 @@ from state_svc.ports import (
     Record,
     RegistryFullError,
     Snapshot,
+    TenantBeingDeletedError,
     UsageKey,
     VersionConflictError,
 )
 
 
 class MemoryRegistry:
-    """A :class:`state_svc.ports.RegistryStore`."""
+    """A :class:`state_svc.ports.RegistryStore`, and its ``deletion_ports.DeletionMarks``."""
 
     def __init__(self) -> None:
+        self._marks: dict[str, Deletion] = {}
+        self._last_deletion = 0
         self._records: dict[Kind, dict[str, Record]] = {kind: {} for kind in Kind}
         self._unique: dict[Kind, dict[str, str]] = {kind: {} for kind in Kind}
         self._revisions: dict[Kind, int] = dict.fromkeys(Kind, 0)
@@ -44,11 +48,19 @@ class MemoryRegistry:
         parent = name.partition("/")[0]
         if kind in (Kind.KEYS, Kind.TOOLS) and parent not in self._records[Kind.TENANTS]:
             raise ParentMissingError
-        if name not in self._records[kind] and len(self._records[kind]) >= RECORDS_MAX[kind]:
+        new = name not in self._records[kind]
+        marks = self._marks if kind is Kind.TENANTS else {}
+        mark = marks.get(name) if new else None
+        if mark is not None and mark.state is DeletionState.PURGING:
+            raise TenantBeingDeletedError
+        held = len(self._records[kind]) + len(marks) - (mark is not None)
+        if new and held >= RECORDS_MAX[kind]:
             raise RegistryFullError
         self._check_children(kind, name, value)
         if any(self._unique[kind].get(one, name) != name for one in unique):
             raise NameTakenError
+        if mark is not None:
+            self._marks[name] = Deletion(mark.number, DeletionState.RETURNING)
         self._unique[kind].update(dict.fromkeys(unique, name))
         self._revisions[kind] += 1
         self._records[kind][name] = Record(self._revisions[kind], value)
@@ -61,6 +73,8 @@ class MemoryRegistry:
             return False
         self._forget(kind, [name])
         if kind is Kind.TENANTS:
+            self._last_deletion = max(self._last_deletion + 1, _now_ms())
+            self._marks[name] = Deletion(self._last_deletion, DeletionState.PURGING)
             for children in (Kind.KEYS, Kind.TOOLS):
                 records = self._records[children]
                 self._forget(children, [one for one in records if one.startswith(name + "/")])
@@ -86,6 +100,24 @@ class MemoryRegistry:
     async def revisions(self, kinds: Sequence[Kind]) -> list[int]:
         """See :class:`state_svc.ports.RegistryStore`."""
         return [self._revisions[kind] for kind in kinds]
+
+    async def deletions(self) -> tuple[int, Mapping[str, Deletion]]:
+        """See :class:`state_svc.deletion_ports.DeletionMarks`."""
+        return _now_ms(), dict(self._marks)
+
+    async def deletion(self, name: str) -> Deletion | None:
+        """See :class:`state_svc.deletion_ports.DeletionMarks`."""
+        return self._marks.get(name)
+
+    async def mark(self, name: str, known: Deletion, state: DeletionState | None) -> bool:
+        """See :class:`state_svc.deletion_ports.DeletionMarks`."""
+        if self._marks.get(name) != known:
+            return False
+        if state is None:
+            del self._marks[name]
+        else:
+            self._marks[name] = Deletion(known.number, state)
+        return True
 
     def _check(self, kind: Kind, name: str, expected: int | None) -> None:
         known = self._records[kind].get(name)
@@ -115,9 +147,11 @@ class MemoryRegistry:
 
 
 class MemoryUsage:
-    """A :class:`state_svc.ports.UsageStore`. Hours are never dropped."""
+    """A :class:`state_svc.ports.UsageStore`. Hours are never dropped. ``since``: by name, the first
+    hour that the tenant of today may see."""
 
     def __init__(self) -> None:
+        self.since: dict[str, int] = {}
         self._batches: dict[tuple[str, str], float] = {}
         self._amounts: dict[str, dict[UsageKey, dict[str, float]]] = {}
 
@@ -137,13 +171,12 @@ class MemoryUsage:
         return True
 
     async def query(
-        self, tenant: str, begin_hour: int, end_hour: int
+        self, tenant: str, begin_hour: int, end_hour: int, *, earlier: bool = False
     ) -> Mapping[UsageKey, Mapping[str, float]]:
         """See :class:`state_svc.ports.UsageStore`."""
         ledger = self._amounts.get(tenant, {})
-        return {
-            key: dict(sums) for key, sums in ledger.items() if begin_hour <= key.hour < end_hour
-        }
+        first = begin_hour if earlier else max(begin_hour, self.since.get(tenant, 0))
+        return {key: dict(sums) for key, sums in ledger.items() if first <= key.hour < end_hour}
 
 
 class MemoryDecisions:
@@ -162,10 +195,18 @@ class MemoryDecisions:
         for request_id in list(kept)[: max(len(kept) - self._max, 0)]:
             del kept[request_id]
 
+    def forget(self, tenant: str) -> None:
+        """Takes all of one tenant away."""
+        self._records.pop(tenant, None)
+
     async def get(self, tenant: str, request_id: str) -> bytes | None:
         """See :class:`state_svc.ports.DecisionStore`."""
         until, record = self._records.get(tenant, {}).get(request_id, (0.0, b""))
         return record if until > _now() else None
+
+
+def _now_ms() -> int:
+    return int(_now() * 1000)
 
 
 def _now() -> float:

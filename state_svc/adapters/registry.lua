@@ -1,7 +1,10 @@
 -- Writes or deletes one record of the registry, or reads those of one tenant. All keys have the hash
 -- tag {registry}. KEYS: records, unique values, revision; then the same three of the tenants (to write
 -- a key or tool), or of keys and of tools (to delete a tenant). A record is "<version> <value>".
+-- Beside the tenants: <tenants>:deletions, a hash of "<number> <state>" by the names of deleted tenants, and
+-- <tenants>:deletions:last, the largest number. A deletion and its mark are one: see state_svc/deletion_ports.py.
 local op, name, expected = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local marks = KEYS[1] == 'sluice:{registry}:tenants' and KEYS[1] .. ':deletions'
 
 -- The records whose names begin with a tenant's; one pass over the names.
 local function children(records, parent)
@@ -19,6 +22,13 @@ if op == 'children' then
     found[#found + 1] = redis.call('HGET', KEYS[1], child)
   end
   return found
+end
+
+-- Moves a mark on, or takes it away: 3 what it is, 4 what it becomes or nothing.
+if op == 'mark' then
+  if redis.call('HGET', marks, name) ~= ARGV[3] then return {'VERSION'} end
+  if ARGV[4] == '' then redis.call('HDEL', marks, name) else redis.call('HSET', marks, name, ARGV[4]) end
+  return {'OK', 0}
 end
 
 local known = redis.call('HGET', KEYS[1], name)
@@ -45,6 +55,13 @@ if op == 'delete' then
       redis.call('INCR', KEYS[i + 2])
     end
   end
+  if marks then
+    local time, last = redis.call('TIME'), marks .. ':last'
+    local now = time[1] * 1000 + math.floor(time[2] / 1000)
+    local number = string.format('%.0f', math.max(tonumber(redis.call('GET', last) or '0') + 1, now))
+    redis.call('SET', last, number)
+    redis.call('HSET', marks, name, number .. ' purging')
+  end
   redis.call('INCR', KEYS[3])
   return {'OK', 0}
 end
@@ -52,7 +69,11 @@ end
 -- put: 4 most records, 5 most of one tenant or 0, 6 their bytes, 7 value, then unique values
 local parent = string.match(name, '^[^/]+')
 if KEYS[4] and redis.call('HEXISTS', KEYS[4], parent) == 0 then return {'PARENT'} end
-if not known and redis.call('HLEN', KEYS[1]) >= tonumber(ARGV[4]) then return {'FULL'} end
+local mark = not known and marks and redis.call('HGET', marks, name)
+local number, state = string.match(mark or '', '^(%d+) (%a+)$')
+if state == 'purging' then return {'PURGING'} end
+local held = redis.call('HLEN', KEYS[1]) + (marks and redis.call('HLEN', marks) or 0) - (mark and 1 or 0)
+if not known and held >= tonumber(ARGV[4]) then return {'FULL'} end
 if tonumber(ARGV[5]) > 0 then
   local others, bytes = 0, #ARGV[7]
   for _, child in ipairs(children(KEYS[1], parent)) do
@@ -68,6 +89,7 @@ for i = 8, #ARGV do
   if owner and owner ~= name then return {'TAKEN'} end
 end
 for i = 8, #ARGV do redis.call('HSET', KEYS[2], ARGV[i], name) end
+if mark then redis.call('HSET', marks, name, number .. ' returning') end
 local revision = redis.call('INCR', KEYS[3])
 redis.call('HSET', KEYS[1], name, revision .. ' ' .. ARGV[7])
 return {'OK', revision}

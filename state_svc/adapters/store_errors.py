@@ -34,6 +34,8 @@ from state_svc.ports import (
     RegistryFullError,
     StoreFullError,
     StoreUnavailableError,
+    TenantBeingDeletedError,
+    TenantDeletedError,
     VersionConflictError,
 )
 
@@ -41,6 +43,7 @@ RETRY_AFTER_S: Final = 0.5
 FULL_RETRY_S: Final = 10.0  # runs and sessions end by themselves
 BUSY_RETRY_S: Final = 1.0
 STORE_FULL_RETRY_S: Final = 10.0  # what has a time to live goes, or somebody deletes
+PURGE_RETRY_S: Final = 5.0  # a purge takes 10 s, or as long as a store is away
 
 
 def store_unavailable() -> SluiceError:
@@ -135,7 +138,14 @@ def store_errors() -> Iterator[None]:
         ) from error
     except NameTakenError as error:
         raise SluiceError(Code.ALREADY_EXISTS, "ALREADY_EXISTS", "It is in use already.") from error
-    except ParentMissingError as error:
+    except TenantBeingDeletedError as error:
+        raise SluiceError(
+            Code.FAILED_PRECONDITION,
+            "TENANT_BEING_DELETED",
+            "What belonged to a deleted tenant of this name is not gone yet.",
+            retry_after_s=PURGE_RETRY_S,
+        ) from error
+    except (ParentMissingError, TenantDeletedError) as error:
         raise not_found("TENANT_UNKNOWN", "There is no such tenant.") from error
     except _RUN_ERRORS as error:
         raise _run_error(error) from error

@@ -10,19 +10,22 @@ from typing import Any, Final
 
 from sluice.common.v1 import policy_pb2
 from sluice.errors import invalid, not_found
+from sluice.fault_points import fault_point
 from sluice.quota.exchange import AMOUNT_MAX
 from sluice.state.v1 import tenants_pb2, tenants_pb2_grpc
 from sluice.timestamps import unix_seconds
 from state_svc.adapters import stored
 from state_svc.adapters.registry_watch import Change, RegistryWatch
 from state_svc.adapters.store_errors import store_errors
-from state_svc.domain.names import check_model, check_tenant
+from state_svc.adapters.tenant_purge import TenantPurge
+from state_svc.domain.names import RESERVED, check_model, check_tenant
 from state_svc.ports import (
     Kind,
     NameTakenError,
     ParentMissingError,
     Record,
     RegistryStore,
+    TenantBeingDeletedError,
     VersionConflictError,
 )
 
@@ -35,10 +38,13 @@ _KEY_ID: Final = re.compile(r"[a-z0-9-]{1,64}")
 
 
 class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
-    """See the proto."""
+    """See the proto. ``purge`` deletes what belonged to deleted tenants; without it their names
+    stay marked."""
 
-    def __init__(self, store: RegistryStore, watch: RegistryWatch) -> None:
-        self._store, self._watch = store, watch
+    def __init__(
+        self, store: RegistryStore, watch: RegistryWatch, purge: TenantPurge | None = None
+    ) -> None:
+        self._store, self._watch, self._purge = store, watch, purge
 
     async def PutTenant(
         self, request: tenants_pb2.PutTenantRequest, context: Any
@@ -50,6 +56,7 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
             version = await self._store.put(
                 Kind.TENANTS, tenant.name, tenant.SerializeToString(), expected=expected
             )
+            await self._created(tenant.name)
         self._watch.poke()
         tenant.version = version
         return tenants_pb2.PutTenantResponse(tenant=tenant)
@@ -57,14 +64,23 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
     async def DeleteTenant(
         self, request: tenants_pb2.DeleteTenantRequest, context: Any
     ) -> tenants_pb2.DeleteTenantResponse:
-        """Deletes a tenant and its keys."""
+        """Deletes a tenant and its keys; what else belongs to it soon after."""
         name = check_tenant(request.tenant, "tenant")
         expected = request.expected_version if request.HasField("expected_version") else None
         with store_errors():
             if not await self._store.delete(Kind.TENANTS, name, expected=expected):
                 raise not_found("TENANT_UNKNOWN", "There is no such tenant.")
+        fault_point("tenants.after_delete")
         self._watch.poke()
+        if self._purge is not None:
+            self._purge.poke()
         return tenants_pb2.DeleteTenantResponse()
+
+    async def _created(self, name: str) -> None:
+        """Opens the fences of a name that was in use before. *Crash before:* the purge does."""
+        fault_point("tenants.after_create")
+        if self._purge is not None:
+            await self._purge.created(name)
 
     async def PutKey(
         self, request: tenants_pb2.PutKeyRequest, context: Any
@@ -95,18 +111,25 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
         for number, key in enumerate(request.keys):
             _check_key(key, f"keys[{number}]")
         created = 0
+        later = set()  # names that are not free yet: seeded the next time
         with store_errors():
             seeded = (await self._store.read(Kind.SEEDS)).records
             for tenant in tenants:
                 if (mark := f"tenant/{tenant.name}") in seeded:
                     continue
-                with suppress(VersionConflictError):  # it was made by other means
+                try:
                     value = tenant.SerializeToString()
                     await self._store.put(Kind.TENANTS, tenant.name, value, expected=0)
+                    await self._created(tenant.name)
                     created += 1
+                except VersionConflictError:  # it was made by other means
+                    pass
+                except TenantBeingDeletedError:
+                    later.add(tenant.name)
+                    continue
                 await self._store.put(Kind.SEEDS, mark, b"")
             for key in request.keys:
-                if (mark := f"key/{key.sha256.hex()}") in seeded:
+                if (mark := f"key/{key.sha256.hex()}") in seeded or key.tenant in later:
                     continue
                 with suppress(NameTakenError, ParentMissingError):
                     await self._put_key(key)
@@ -162,7 +185,8 @@ def _check_key(key: tenants_pb2.TenantKey, where: str) -> None:
 
 
 def _checked(given: tenants_pb2.Tenant, where: str) -> tenants_pb2.Tenant:
-    check_tenant(given.name, f"{where}.name")
+    if check_tenant(given.name, f"{where}.name") in RESERVED:
+        raise invalid(f"{where}.name", "is reserved")
     tenant = tenants_pb2.Tenant()
     tenant.CopyFrom(given)
     tenant.ClearField("version")

@@ -38,8 +38,8 @@ from state_svc.domain.documents import (
 from state_svc.ports import LimitReachedError, StoreUnavailableError
 
 REQUEST_KEPT_S: Final = 86_400
-_SCRIPT: Final = Script("documents.lua")
-_DELETION: Final = Script("documents.lua", frees=True)
+_SCRIPT: Final = Script("tenant_guard.lua", "documents.lua")
+_DELETION: Final = Script("tenant_guard.lua", "documents.lua", frees=True)
 _READING: Final = Script("documents_read.lua")
 _RANGE: Final = 16  # bytes before a chunk's text: the range that it covers
 _LIVE_AT_ONCE: Final = 256  # entries of up to 17 KiB in one reply

@@ -21,11 +21,11 @@ from typing import Any, Final, TypeVar
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError
+from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
 from redis.maint_notifications import MaintNotificationsConfig
 
 from sluice import logs
-from state_svc.ports import StoreFullError, StoreUnavailableError
+from state_svc.ports import StoreFullError, StoreUnavailableError, TenantDeletedError
 
 T = TypeVar("T")
 Argument = str | bytes | int | float
@@ -33,8 +33,13 @@ Argument = str | bytes | int | float
 PROBE_S: Final = 0.25
 TIMEOUT_S: Final = 1.0
 CONNECTIONS_MAX: Final = 32
+_DELETED: Final = "TENANT_DELETED"  # tenant_guard.lua
 
 log = logs.get(__name__)
+
+
+def _is_of_deleted(error: Exception) -> bool:
+    return isinstance(error, ResponseError) and str(error).startswith(_DELETED)
 
 
 def text(value: bytes | str) -> str:
@@ -93,7 +98,8 @@ class ValkeyLink:
     async def script(
         self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
     ) -> Any:
-        """Runs one script over keys of one hash tag. Raises StoreUnavailableError."""
+        """Runs one script over keys of one hash tag. Raises StoreUnavailableError,
+        TenantDeletedError."""
         # Not a pipeline of one: that costs a third more of this process's time.
         command = ("EVALSHA", script.sha, len(keys), *keys, *arguments)
 
@@ -111,7 +117,8 @@ class ValkeyLink:
         self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]
     ) -> list[Any]:
         """Runs a script for each of the calls in one round trip, each atomic by itself. A store
-        that does not know the script (new, or emptied) is taught it; then none had run."""
+        that does not know the script (new, or emptied) is taught it; then none had run. A call for
+        a deleted tenant is a TenantDeletedError in its place."""
 
         async def run(client: Redis) -> list[Any]:
             replies = await self._pipeline(client, script, calls)
@@ -121,9 +128,11 @@ class ValkeyLink:
                 fresh = await self._pipeline(client, script, [calls[n] for n in again])
                 for n, reply in zip(again, fresh, strict=True):
                     replies[n] = reply
-            for reply in replies:
+            for n, reply in enumerate(replies):
                 if isinstance(reply, Exception):
-                    raise reply
+                    if not _is_of_deleted(reply):
+                        raise reply
+                    replies[n] = TenantDeletedError()
             return replies
 
         return await self.run(run)
@@ -146,6 +155,8 @@ class ValkeyLink:
         except OutOfMemoryError as error:
             raise StoreFullError(str(error)) from error
         except (RedisError, OSError, TimeoutError) as error:
+            if _is_of_deleted(error):
+                raise TenantDeletedError from error
             self.failures += 1
             raise StoreUnavailableError(f"{type(error).__name__}: {error}") from error
 

@@ -1,18 +1,20 @@
 """Tenants, keys, aliases and tools in Redis or Valkey.
 
 Keys ``sluice:{registry}:<kind>``, ``...:unique`` and ``...:revision``, owned here, without time to
-live. Each write is one script: a crash leaves it done or not done.
+live; ``...:tenants:deletions`` marks the names of deleted tenants, until ``tenant_purge.py`` takes
+the marks away. Each write is one script: a crash leaves it done or not done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from redis.asyncio import Redis
 
 from sluice import logs
 from state_svc.adapters.valkey_link import Argument, Script, ValkeyLink, text
+from state_svc.deletion_ports import Deletion, DeletionState
 from state_svc.ports import (
     CHILDREN_BYTES_MAX,
     CHILDREN_MAX,
@@ -24,6 +26,7 @@ from state_svc.ports import (
     RegistryFullError,
     Snapshot,
     StoreUnavailableError,
+    TenantBeingDeletedError,
     VersionConflictError,
 )
 
@@ -32,6 +35,7 @@ log = logs.get(__name__)
 _SCRIPT: Final = Script("registry.lua")
 _DELETION: Final = Script("registry.lua", frees=True)
 _UNCHECKED: Final = -1
+_MARKS: Final = "sluice:{registry}:tenants:deletions"
 # Beside a kind's own keys: what a key or tool needs to exist, what goes with a tenant.
 _RELATED: Final = {
     ("put", Kind.KEYS): (Kind.TENANTS,),
@@ -41,7 +45,7 @@ _RELATED: Final = {
 
 
 class ValkeyRegistry:
-    """A :class:`state_svc.ports.RegistryStore`."""
+    """A :class:`state_svc.ports.RegistryStore`, and its ``deletion_ports.DeletionMarks``."""
 
     def __init__(self, link: ValkeyLink) -> None:
         self._link = link
@@ -106,6 +110,40 @@ class ValkeyRegistry:
         keys = [f"{_key(kind)}:revision" for kind in kinds]
         return [_number(one) for one in await self._link.run(lambda client: client.mget(keys))]
 
+    async def deletions(self) -> tuple[int, Mapping[str, Deletion]]:
+        """See :class:`state_svc.deletion_ports.DeletionMarks`."""
+
+        async def read(client: Redis) -> list[Any]:
+            async with client.pipeline(transaction=False) as pipeline:
+                pipeline.time()
+                pipeline.hgetall(_MARKS)
+                return await pipeline.execute()
+
+        (seconds, micros), fields = await self._link.run(read)
+        marks = {text(name): _deletion(stored) for name, stored in fields.items()}
+        return seconds * 1000 + micros // 1000, marks
+
+    async def deletion(self, name: str) -> Deletion | None:
+        """See :class:`state_svc.deletion_ports.DeletionMarks`."""
+
+        async def read(client: Redis) -> bytes | str | None:
+            return await client.hget(_MARKS, name)
+
+        stored = await self._link.run(read)
+        return None if stored is None else _deletion(stored)
+
+    async def mark(self, name: str, known: Deletion, state: DeletionState | None) -> bool:
+        """See :class:`state_svc.deletion_ports.DeletionMarks`."""
+        after = "" if state is None else f"{known.number} {state}"
+        arguments = ["mark", name, f"{known.number} {known.state}", after]
+        reply = await self._link.script(_DELETION, _keys("mark", Kind.TENANTS), arguments)
+        return bool(reply[0] == b"OK")
+
+
+def _deletion(stored: bytes | str) -> Deletion:
+    number, _, state = text(stored).partition(" ")
+    return Deletion(int(number), DeletionState(state))
+
 
 def _key(kind: Kind) -> str:
     return f"sluice:{{registry}}:{kind}"
@@ -144,6 +182,8 @@ def _version(reply: list[bytes | int]) -> int:
             raise RegistryFullError
         case b"TAKEN":
             raise NameTakenError
+        case b"PURGING":
+            raise TenantBeingDeletedError
         case b"PARENT":
             raise ParentMissingError
     raise AssertionError(reply)

@@ -39,11 +39,12 @@ from state_svc.domain.run_values import (
     TooManyRunsError,
 )
 from state_svc.domain.session_book import PAGE_BYTES
-from state_svc.ports import StoreUnavailableError, VersionConflictError
+from state_svc.ports import StoreUnavailableError, TenantDeletedError, VersionConflictError
 from state_svc.run_ports import ClaimBatch
 
 NOTHING_DUE_MS: Final = 60_000
-_FILES: Final = ("session_rules.lua", "runs.lua")
+_NOTHING_DUE: Final = -1  # as the script says it
+_FILES: Final = ("tenant_guard.lua", "session_rules.lua", "runs.lua")
 _SCRIPT: Final = Script(*_FILES)
 # A full store must not keep runs open: claims, renewals, cancels and appends that give a run back
 # write little, and end what fills it.
@@ -240,11 +241,14 @@ class ValkeyRuns:
             self._call(tenant, "claim", holder, priority, share, lease_ms, bytes_max)
             for tenant, share in asked
         ]
-        answers = []
+        answers: list[tuple[int, bool, Sequence[Claimed]]] = []
         fault_point("state.before_claim")
         replies = await self._link.scripts(_FREEING, calls)
         fault_point("state.after_claim")
         for (tenant, _), reply in zip(asked, replies, strict=True):
+            if isinstance(reply, TenantDeletedError):  # nothing waits there any more
+                answers.append((_NOTHING_DUE, False, []))
+                continue
             due, large, found = checked(reply)
             runs = [
                 Claimed(_record(tenant, text(run_id), fields), token)
@@ -265,6 +269,9 @@ class ValkeyRuns:
         replies = await self._link.scripts(_FREEING, calls)
         states: dict[Lease, LeaseState] = {}
         for own, reply in zip(by_tenant.values(), replies, strict=True):
+            if isinstance(reply, TenantDeletedError):
+                states.update(dict.fromkeys(own, LeaseState(held=False, cancelled=False)))
+                continue
             (found,) = checked(reply)
             for lease, (held, cancelled) in zip(own, found, strict=True):
                 states[lease] = LeaseState(held=bool(held), cancelled=bool(cancelled))
@@ -273,7 +280,7 @@ class ValkeyRuns:
     async def append(self, append: Append) -> int:
         """See :class:`state_svc.run_ports.RunStore`."""
         lease, session = append.lease, self._session_limits
-        last, dues, ready = await self._run(
+        last, dues, ready = await self._held(
             lease.tenant,
             "append",
             lease.run_id,
@@ -302,7 +309,7 @@ class ValkeyRuns:
 
     async def sequence(self, lease: Lease) -> int:
         """See :class:`state_svc.run_ports.RunStore`."""
-        (last,) = await self._run(lease.tenant, "sequence", lease.run_id, lease.token)
+        (last,) = await self._held(lease.tenant, "sequence", lease.run_id, lease.token)
         return int(last)
 
     async def place(self, tenants: Sequence[str]) -> None:
@@ -311,6 +318,7 @@ class ValkeyRuns:
         dues = [
             (priority, tenant, due)
             for tenant, reply in zip(tenants, replies, strict=True)
+            if not isinstance(reply, TenantDeletedError)
             for priority, due in checked(reply)[0]
         ]
         if dues:
@@ -340,6 +348,15 @@ class ValkeyRuns:
         reply = await self._link.script(script, keys, words)
         fault_point(f"state.after_{op}")
         return checked(reply)
+
+    async def _held(
+        self, tenant: str, op: str, *arguments: Argument, script: Script = _SCRIPT
+    ) -> Sequence[Any]:
+        """As :meth:`_run`, for the holder of a lease: with its tenant it has lost that."""
+        try:
+            return await self._run(tenant, op, *arguments, script=script)
+        except TenantDeletedError as error:
+            raise LeaseLostError from error
 
 
 def _is_due(due: int | None, look: Look) -> bool:

@@ -11,8 +11,9 @@ from state_svc.adapters.valkey_link import Argument, Script, ValkeyLink, text
 from state_svc.adapters.valkey_runs import checked
 from state_svc.domain.run_values import SessionLimits, SessionPage, SessionRecord
 
-_SCRIPT: Final = Script("session_rules.lua", "sessions.lua")
-_DELETION: Final = Script("session_rules.lua", "sessions.lua", frees=True)
+_FILES: Final = ("tenant_guard.lua", "session_rules.lua", "sessions.lua")
+_SCRIPT: Final = Script(*_FILES)
+_DELETION: Final = Script(*_FILES, frees=True)
 _ANY_VERSION: Final = -1
 
 

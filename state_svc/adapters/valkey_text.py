@@ -7,13 +7,14 @@ from typing import Final
 
 from redis.asyncio import Redis
 
-from state_svc.adapters.valkey_link import Script, ValkeyLink, text
-from state_svc.domain.run_values import Lease
+from state_svc.adapters.valkey_link import Argument, Script, ValkeyLink, text
+from state_svc.domain.run_values import Lease, LeaseLostError
+from state_svc.ports import TenantDeletedError
 from state_svc.run_ports import LiveText
 
 KEPT_S: Final = 600
 TEXT_BYTES_MAX: Final = 1 << 20
-_SCRIPT: Final = Script("live_text.lua")
+_SCRIPT: Final = Script("tenant_guard.lua", "live_text.lua")
 
 
 def text_channel(tenant: str, run_id: str) -> str:
@@ -32,20 +33,12 @@ class ValkeyTexts:
     ) -> None:
         """See :class:`state_svc.run_ports.TextStore`."""
         key = text_channel(lease.tenant, lease.run_id)
-        await self._link.script(
-            _SCRIPT,
-            [key, f"{key}:whole"],
-            [
-                lease.token,
-                sequence,
-                step,
-                int(replaces),
-                text.encode(),
-                KEPT_S,
-                TEXT_BYTES_MAX,
-                key,
-            ],
-        )
+        arguments: list[Argument] = [lease.token, sequence, step, int(replaces), text.encode()]
+        arguments += [KEPT_S, TEXT_BYTES_MAX, key]
+        try:
+            await self._link.script(_SCRIPT, [key, f"{key}:whole"], arguments)
+        except TenantDeletedError as error:
+            raise LeaseLostError from error
 
     async def whole(self, tenant: str, run_id: str) -> LiveText | None:
         """See :class:`state_svc.run_ports.TextStore`."""

@@ -24,8 +24,8 @@ from state_svc.ports import (
     VersionConflictError,
 )
 
-_SCRIPT: Final = Script("values.lua")
-_DELETION: Final = Script("values.lua", frees=True)
+_SCRIPT: Final = Script("tenant_guard.lua", "values.lua")
+_DELETION: Final = Script("tenant_guard.lua", "values.lua", frees=True)
 _UNCHECKED: Final = -1
 
 

@@ -18,6 +18,10 @@ _COLLECTION: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TOOL: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _DOCUMENT_BYTES_MAX: Final = 256
 
+RESERVED: Final = frozenset({"registry", "runs", "schema"})
+"""Hash tags of keys that belong to no tenant. None may have such a name: all keys of a tenant are
+deleted with it."""
+
 
 def check_tenant(name: str, field: str) -> str:
     """The name, if it is one of a tenant. Raises INVALID_ARGUMENT."""

@@ -108,6 +108,7 @@ async def test_a_tenant_is_created_changed_and_deleted(channel: grpc.aio.Channel
     [
         {"name": "A b"},
         {"name": "a}:quota{b"},
+        {"name": "registry"},
         {"ceiling": policy_pb2.PRIORITY_CLASS_UNSPECIFIED},
         {"default_class": policy_pb2.PRIORITY_CLASS_CRITICAL},
         {"models": ["x"] * 257},

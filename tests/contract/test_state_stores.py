@@ -169,7 +169,7 @@ async def test_a_deletion_can_be_conditional(stores: Stores) -> None:
     with pytest.raises(VersionConflictError):
         await registry.delete(Kind.TENANTS, "a", expected=version + 1)
     assert await registry.delete(Kind.TENANTS, "a", expected=version)
-    assert await registry.put(Kind.TENANTS, "a", b"") > version
+    assert await registry.put(Kind.TENANTS, "b", b"") > version
 
 
 async def test_usage_adds_up_and_a_batch_is_added_once(stores: Stores) -> None:

@@ -7,7 +7,7 @@ service and a Valkey of its own; SIGSTOP, SIGKILL, late starts, an emptied store
 the edge, grpc.health.v1, process ids. Seed: none, nothing is drawn.
 
 Seen to fail on the mutants in tests/mutants: state_watch_gives_up, state_needed_to_serve,
-seed_comes_back, tenants_forgotten_when_alone.
+tenants_forgotten_when_alone.
 """
 
 from __future__ import annotations

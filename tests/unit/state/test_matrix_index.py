@@ -323,3 +323,15 @@ async def test_the_store_is_asked_for_the_version_at_each_search(
     for _ in range(3):
         await found(index, "red")
     assert asked == [("a", "c")] * 3
+
+
+async def test_a_tenant_that_is_gone_takes_its_indexes_along() -> None:
+    store = MemoryDocuments()
+    index = MatrixIndex(store)
+    for tenant in ("a", "b"):
+        await ingest(store, "x", "red", of=tenant)
+        assert await found(index, "red", of=tenant) == ["x"]
+    both = index.used_bytes
+    index.drop("a")
+    assert 0 < index.used_bytes == index.size_bytes < both
+    assert await found(index, "red", of="b") == ["x"]
