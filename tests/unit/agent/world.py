@@ -58,7 +58,7 @@ from agent_svc.run_ports import (
     Written,
 )
 from sluice import context as calling
-from sluice.errors import Code, SluiceError, unavailable
+from sluice.errors import Code, SluiceError, exhausted, unavailable
 
 UNIX_S = 1_700_000_000.0
 POLL_S = 0.5
@@ -118,6 +118,8 @@ class MemoryState:
         self.orders_down = False
         self.lost_replies = 0
         self.refuse: SluiceError | None = None  # what the next append with events hears
+        self.session_refusal: SluiceError | None = None  # of appends that bring a session messages
+        self.full = False  # STORE_FULL for appends that keep the lease
         self.calls: Counter[str] = Counter()
         self._orders: dict[str, asyncio.Queue[Order]] = {}
 
@@ -223,6 +225,10 @@ class MemoryState:
             if self.refuse is not None and append.events:
                 refusal, self.refuse = self.refuse, None
                 raise refusal
+            if self.session_refusal is not None and append.session_messages:
+                raise self.session_refusal
+            if self.full and append.phase is Phase.RUNNING:
+                raise exhausted("STORE_FULL", "x", 10.0)
             self._apply(run, append)
         if self.lost_replies:
             self.lost_replies -= 1
