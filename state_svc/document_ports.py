@@ -39,6 +39,10 @@ class RequestIdReusedError(Exception):
     """The request id belongs to a request of other content. Nothing was done."""
 
 
+class DocumentDeletedError(Exception):
+    """The document that the request stored was deleted since. Nothing was done."""
+
+
 class ChunksMissingError(Exception):
     """A generation was to be completed, but chunks of it are missing. What the call brought is
     stored."""
@@ -60,7 +64,7 @@ class DocumentStore(Protocol):
     ) -> DocumentState:
         """Stores a new generation. The same request id within 24 hours: nothing happens, and the
         answer shows the generation that it made. Raises LimitReachedError,
-        RequestIdReusedError."""
+        RequestIdReusedError, DocumentDeletedError."""
 
     async def get(
         self, tenant: str, collection: str, document_id: str

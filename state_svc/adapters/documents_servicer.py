@@ -29,6 +29,7 @@ from state_svc.adapters.matrix_index import BUSY_RETRY_S
 from state_svc.adapters.store_errors import store_errors
 from state_svc.document_ports import (
     ChunksMissingError,
+    DocumentDeletedError,
     DocumentStore,
     GenerationReplacedError,
     IndexLoadingError,
@@ -208,6 +209,10 @@ def _document_errors() -> Iterator[None]:
         ) from error
     except RequestIdReusedError as error:
         raise invalid("request_id", "was used for another document or content") from error
+    except DocumentDeletedError as error:
+        raise not_found(
+            "DOCUMENT_UNKNOWN", "The document of this request was deleted since."
+        ) from error
     except ChunksMissingError as error:
         raise failed_precondition(
             "CHUNKS_MISSING", "The generation has not the chunks that it is said to have."

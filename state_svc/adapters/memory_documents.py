@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from state_svc.adapters.valkey_documents import REQUEST_KEPT_S
 from state_svc.document_ports import (
     ChunksMissingError,
+    DocumentDeletedError,
     DocumentLimits,
     GenerationReplacedError,
     RequestIdReusedError,
@@ -135,7 +136,9 @@ class MemoryDocuments:
         if digest != draft.digest:
             raise RequestIdReusedError
         document = self._document(tenant, collection, document_id)
-        live = document.live if document is not None else None
+        if document is None:
+            raise DocumentDeletedError
+        live = document.live
         return DocumentState(
             document_id,
             generation,

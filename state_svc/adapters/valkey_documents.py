@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 from state_svc.adapters.valkey_link import Argument, Script, ValkeyLink, text
 from state_svc.document_ports import (
     ChunksMissingError,
+    DocumentDeletedError,
     DocumentLimits,
     GenerationReplacedError,
     RequestIdReusedError,
@@ -303,6 +304,8 @@ def _checked(reply: Any) -> Any:
             raise LimitReachedError(text(reply[1]))
         case b"REUSED":
             raise RequestIdReusedError
+        case b"DELETED":
+            raise DocumentDeletedError
         case b"REPLACED":
             raise GenerationReplacedError
         case b"MISSING":

@@ -91,7 +91,7 @@ def _crowded(world: World, *, slots: int = 4, priority: int = 2) -> list[Run]:
 
 
 def _another(world: World, tenant: str, *, priority: int = 2, wall_s: float = 600.0) -> Run:
-    spec = world.state.runs["t", world.run("model", tools=()).run_id].spec
+    spec = world.state.runs["t", world.run("model", tools=(), turn=True).run_id].spec
     del world.state.runs["t", "model"]  # type: ignore[arg-type]
     assert spec is not None
     spec = replace(spec, budget=replace(WIDE, wall_time_s=wall_s))
