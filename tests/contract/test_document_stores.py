@@ -114,9 +114,10 @@ async def test_the_same_request_makes_one_generation(store: Store) -> None:
     await store.store("a", "c", "x", first.generation, [a_chunk(0)], 2, 1)
     again = await store.put("a", "c", "x", draft, request)
     assert (again.generation, again.ready, again.chunk_count) == (first.generation, True, 1)
-    # Also when it is gone meanwhile: a late repetition brings nothing back.
+    # When it is gone meanwhile, a late repetition brings nothing back and says so.
     await store.delete("a", "c", "x")
-    assert (await store.put("a", "c", "x", draft, request)).generation == first.generation
+    with pytest.raises(DocumentDeletedError):
+        await store.put("a", "c", "x", draft, request)
     assert await store.get("a", "c", "x") is None
     assert (await store.put("b", "c", "x", draft, request)).generation  # another tenant's id
 
