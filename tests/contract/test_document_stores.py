@@ -19,6 +19,7 @@ from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.document_ports import (
     ChunksMissingError,
     ChunkSource,
+    DocumentDeletedError,
     DocumentLimits,
     DocumentStore,
     GenerationReplacedError,

@@ -116,6 +116,7 @@ async def test_the_deployments_limits_fill_in_and_cap(rig: Rig) -> None:
     budget = spec_pb2.RunSpec.FromString(run.stored.spec).budget
     assert (budget.steps_max, budget.tokens_max, budget.tool_calls_max) == (9, 1000, 10)
     assert (budget.wall_time_max.seconds, budget.cost_max) == (90, 5.0)
+    assert run.create.wall_time.seconds == 91  # with slack, to be ended without a slot
     shown = (await rig.ask("GetRun", runs_pb2.GetRunRequest(run_id=run.stored.run_id))).run
     assert shown.budget == budget
 
