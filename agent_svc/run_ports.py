@@ -249,6 +249,9 @@ class Documents(Protocol):
         """Stores chunks by number, again if need be; ``total`` completes the generation.
         GENERATION_REPLACED (ABORTED) when a later one exists or the document is gone."""
 
+    async def abandon(self, tenant: str, spec: IngestSpec) -> None:
+        """Drops the chunks of a generation that is not complete."""
+
 
 class Usage(Protocol):
     """The ledger of what tenants use."""

@@ -95,6 +95,11 @@ class DocumentStore(Protocol):
         which the earlier one goes away. Nothing happens to one that is complete. Raises
         GenerationReplacedError, ChunksMissingError, VectorLengthError, LimitReachedError."""
 
+    async def abandon(
+        self, tenant: str, collection: str, document_id: str, generation: int
+    ) -> None:
+        """Drops the chunks of a document's newest generation, unless it is complete."""
+
     async def shown(
         self, tenant: str, places: Sequence[tuple[int, int]]
     ) -> Sequence[ChunkText | None]:

@@ -105,6 +105,13 @@ if op == 'delete' then
   return {'OK'}
 end
 
+if op == 'abandon' then
+  -- 3 generation
+  local newest, live = unpack(redis.call('HMGET', KEYS[7], 'generation', 'live'))
+  if newest == ARGV[3] and live ~= newest then drop_chunks(newest) end
+  return {'OK'}
+end
+
 -- store: 3 generation, 4 dims, 5 number of chunks in all or -1, 6 limit of chunks, 7 limit of bytes,
 -- 8 document, then per chunk: number, what it shows, its record
 local generation, dims, total = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])

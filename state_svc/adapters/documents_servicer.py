@@ -164,6 +164,17 @@ class DocumentServicer(documents_pb2_grpc.DocumentServiceServicer):
             )
         return documents_pb2.StoreChunksResponse(document=_document(request.collection, state))
 
+    async def AbandonGeneration(
+        self, request: documents_pb2.AbandonGenerationRequest, context: Any
+    ) -> documents_pb2.AbandonGenerationResponse:
+        """Gives a generation up."""
+        _check_place(request)
+        with _document_errors():
+            await self._store.abandon(
+                request.tenant, request.collection, request.document_id, request.generation
+            )
+        return documents_pb2.AbandonGenerationResponse()
+
     async def SearchChunks(
         self, request: documents_pb2.SearchChunksRequest, context: Any
     ) -> documents_pb2.SearchChunksResponse:

@@ -228,6 +228,15 @@ class MemoryDocuments:
         document.live = newest
         return _state(document_id, document)
 
+    async def abandon(
+        self, tenant: str, collection: str, document_id: str, generation: int
+    ) -> None:
+        """See :class:`state_svc.document_ports.DocumentStore`."""
+        document = self._document(tenant, collection, document_id)
+        newest = None if document is None or document.newest is document.live else document.newest
+        if newest is not None and newest.number == generation:
+            newest.chunks.clear()
+
     async def shown(
         self, tenant: str, places: Sequence[tuple[int, int]]
     ) -> Sequence[ChunkText | None]:

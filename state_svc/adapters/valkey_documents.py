@@ -129,6 +129,14 @@ class ValkeyDocuments:
         reply = await self._link.script(_DELETION, keys, arguments)
         return bool(reply[0] != b"ABSENT")
 
+    async def abandon(
+        self, tenant: str, collection: str, document_id: str, generation: int
+    ) -> None:
+        """See :class:`state_svc.document_ports.DocumentStore`."""
+        arguments: list[Argument] = ["abandon", _chunks(tenant, ""), generation]
+        keys = _keys(tenant, collection, document_id)
+        _checked(await self._link.script(_DELETION, keys, arguments))
+
     async def store(
         self,
         tenant: str,

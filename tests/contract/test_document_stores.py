@@ -250,6 +250,26 @@ async def test_a_small_change_is_read_whole_and_a_large_one_not(store: Store) ->
     assert await store.small_change("a", "c", head.version, 3, 2) is None
 
 
+async def test_a_generation_that_is_given_up_leaves_the_earlier_one_and_holds_nothing(
+    store: Store,
+) -> None:
+    first = await ingest(store, "x", "one")
+    second = await put(store, "x", b"next")
+    room = [a_chunk(n) for n in range(LIMITS.chunks_max - 1)]
+    await store.store("a", "c", "x", second.generation, room, 2, None)
+    with pytest.raises(LimitReachedError):
+        await ingest(store, "y", "other")
+    for generation in (first.generation, second.generation + 1):  # live; not there
+        await store.abandon("a", "c", "x", generation)
+    with pytest.raises(LimitReachedError):
+        await ingest(store, "z", "other")
+    await store.abandon("a", "c", "x", second.generation)
+    await ingest(store, "y", "other")
+    assert await live_documents(store) == {"x": 1, "y": 1}
+    await store.abandon("b", "c", "x", second.generation)  # nothing of another tenant's
+    await store.abandon("a", "c", "unknown", 1)
+
+
 async def test_a_collection_made_anew_is_another(store: Store) -> None:
     await ingest(store, "x", "one")
     before = await store.head("a", "c")

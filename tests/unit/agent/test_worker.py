@@ -825,6 +825,8 @@ async def test_an_ingest_can_be_cancelled_and_handed_over_between_batches(world:
     world.state.cancel(run)
     assert await world.until(lambda: run.phase is Phase.CANCELLED) < 0.2
     assert not world.state.complete
+    # What was stored of it counts no more.
+    await world.until(lambda: not world.state.chunks, 0.1)
 
 
 @virtual

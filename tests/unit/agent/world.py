@@ -325,6 +325,11 @@ class MemoryState:
             assert sorted(self.chunks) == list(range(total))
             self.complete = True
 
+    async def abandon(self, tenant: str, spec: IngestSpec) -> None:
+        await self._network("abandon")
+        if not self.complete:
+            self.chunks.clear()
+
     async def agent_not_needed(self, tenant: str, run_id: RunId, model: str) -> None:
         await self._network("usage")
         self.needless.add(run_id)
