@@ -172,8 +172,16 @@ class MemoryRuns:
         room = room or ClaimRoom()
         if ending := self._claim_endings(holder, lease_ms, room.endings_max):
             return ClaimBatch(tuple(ending), 0)
+        if not runs_max:
+            return ClaimBatch((), NOTHING_DUE_MS)
         now, claimed, left = self._tenants.now(), list[Claimed](), PAGE_BYTES
         allowance = Allowance(runs_max, room)
+        places = [
+            (name, one)
+            for name in self._tenants.names()
+            for one in PRIORITIES
+            if allowance.of_tenant(name, one) > 0
+        ]
 
         def due(tenant: str, priority: int) -> int | None:
             return self._tenants.runs(tenant).due(priority, now)
@@ -203,12 +211,7 @@ class MemoryRuns:
                     self._order.served(priority, tenant)
                 else:
                     large.add(tenant)
-        times = [
-            due(name, one)
-            for name in self._tenants.names()
-            for one in PRIORITIES
-            if allowance.of_tenant(name, one) > 0
-        ]
+        times = [due(name, one) for name, one in places]
         known = [time for time in times if time is not None]
         return ClaimBatch(tuple(claimed), max(min(known, default=now + NOTHING_DUE_MS) - now, 0))
 
