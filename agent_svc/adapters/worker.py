@@ -24,7 +24,7 @@ from typing import Final, Protocol
 
 from agent_svc.adapters.held_run import HeldRun
 from agent_svc.domain.model import Ended, RunId
-from agent_svc.domain.slots import Room, Shares, room
+from agent_svc.domain.slots import SHARES, Room, Shares, room
 from agent_svc.run_ports import Claimed, LeaseKey, Runs
 from sluice import logs
 from sluice.errors import Code, SluiceError
@@ -56,7 +56,7 @@ class Limits:
     history_bytes_max: int = 256 << 20
     lease_s: float = 5.0
     renew_s: float = 1.5
-    shares: Shares = Shares()
+    shares: Shares = SHARES
 
 
 class Worker:

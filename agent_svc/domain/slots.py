@@ -30,6 +30,9 @@ class Shares:
     urgent: float = 0.1
 
 
+SHARES: Final = Shares()
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
     """``runs``: most runs; ``later``: most of them in the classes after the second; ``tenant``:
@@ -48,9 +51,7 @@ class Room:
         return not (self.runs and self.later and self.tenant and all(self.tenants.values()))
 
 
-def room(
-    shares: Shares, slots: int, held: Mapping[str, int], endings: int, claim_max: int
-) -> Room:
+def room(shares: Shares, slots: int, held: Mapping[str, int], endings: int, claim_max: int) -> Room:
     """The room there is. ``held``: slots by tenant that holds any; ``endings``: runs held that have
     only to be ended; ``claim_max``: most runs of one claim."""
     free = max(0, slots - sum(held.values()))

@@ -245,7 +245,9 @@ class ValkeyRuns:
                 waiting = [one for one in waiting if allowance.of_tenant(one, priority) > 0]
                 if not waiting:
                     break
-                asked = [(waiting[0], 1)] if alone else shares(waiting, allowance.of_class(priority))
+                asked = (
+                    [(waiting[0], 1)] if alone else shares(waiting, allowance.of_class(priority))
+                )
                 asked = [(one, min(n, allowance.of_tenant(one, priority))) for one, n in asked]
                 most = 0 if alone else max(1, bytes_left // len(asked))  # 0: whatever its size
                 answers = await self._ask(asked, priority, holder, lease_ms, most)
@@ -278,9 +280,7 @@ class ValkeyRuns:
         endings: bool = False,
     ) -> Sequence[tuple[int, bool, Sequence[Claimed]]]:
         calls = [
-            self._call(
-                tenant, "claim", holder, priority, share, lease_ms, bytes_max, int(endings)
-            )
+            self._call(tenant, "claim", holder, priority, share, lease_ms, bytes_max, int(endings))
             for tenant, share in asked
         ]
         answers = []

@@ -2,8 +2,8 @@
 
 Pure. Classes go first; between the tenants of a class it is round robin by name, from the tenant
 after the one served last. That is fair at the moment of the claim; what a tenant holds already is
-the asker's own count, which it brings along as :class:`ClaimRoom`. Each state service has a turn of its own, which is lost with it: the sum
-of several is as fair, and who lost a turn gets the next.
+the count of who asks, who brings it along as :class:`ClaimRoom`. Each state service has a turn of
+its own, which is lost with it: the sum of several is as fair, and who lost a turn gets the next.
 """
 
 from __future__ import annotations

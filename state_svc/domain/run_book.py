@@ -357,9 +357,7 @@ class RunBook:
         line = [
             run
             for run in self._runs.values()
-            if run.phase in _WAITS_IN_LINE
-            and run.new.priority == priority
-            and run.kind == kind
+            if run.phase in _WAITS_IN_LINE and run.new.priority == priority and run.kind == kind
         ]
         return sorted(line, key=lambda run: (run.due_ms, run.new.run_id))
 

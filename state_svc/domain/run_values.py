@@ -61,8 +61,8 @@ class SessionLimits:
 class NewRun:
     """A run to be stored. ``priority`` 1 to 4. ``active_max``: most runs of the tenant claimed at
     once; 0: this one is neither held back nor counted. ``open_max``: most counted runs that are
-    queued, running or paused; 0: this one is neither refused nor counted. ``wall_ms``: after so long,
-    waits for people excepted, it has only to be ended; 0: never."""
+    queued, running or paused; 0: this one is neither refused nor counted. ``wall_ms``: after so
+    long, waits for people excepted, it has only to be ended; 0: never."""
 
     tenant: str
     run_id: str

@@ -279,7 +279,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"budget": {"wall_time_max": {"seconds": 0}}}, "budget.wall_time_max"),
     ({"budget": {"wall_time_max": {"seconds": -5}}}, "budget.wall_time_max"),
     ({"budget": {"wall_time_max": {"seconds": 2, "nanos": -5}}}, "budget.wall_time_max"),
-    ({"budget": {"wall_time_max": {"seconds": -1, "nanos": 1_500_000_000}}}, "budget.wall_time_max"),
+    (
+        {"budget": {"wall_time_max": {"seconds": -1, "nanos": 1_500_000_000}}},
+        "budget.wall_time_max",
+    ),
     ({"session_id": "no"}, "session_id"),
     ({"priority_class": 9}, "priority_class"),
 ]

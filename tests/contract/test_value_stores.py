@@ -98,7 +98,8 @@ async def test_values_and_blobs_end_with_their_time(stores: Stores) -> None:
         await stores.blobs.put("a", "run", f"b{n}", b"x" * 100, 30)
     if stores.link is not None:  # so does what is counted of them, somewhat later
         for name in ("values", "values:sizes", "blobs", "blob-sizes"):
-            left_ms = await stores.link.run(lambda client, name=name: client.pttl(f"sluice:{{a}}:{name}"))
+            key = f"sluice:{{a}}:{name}"
+            left_ms = await stores.link.run(lambda client, key=key: client.pttl(key))
             assert 0 < left_ms <= 3_600_030
     await stores.blobs.put("b", "run", "b", b"", LONG_MS)
     await asyncio.sleep(0.06)

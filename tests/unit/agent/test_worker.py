@@ -27,6 +27,7 @@ from agent_svc.domain.model import (
     ToolInfo,
     Waiting,
 )
+from agent_svc.domain.slots import Shares
 from agent_svc.ports import ToolError
 from agent_svc.run_ports import DocumentContent, IngestSpec, Phase, Spec
 from sluice.clock import run_virtual
@@ -163,6 +164,7 @@ async def test_a_run_with_tools_that_needed_none_says_what_their_offer_cost(worl
 
 @virtual
 async def test_two_hundred_runs_are_worked_off_at_once(world: World) -> None:
+    world.limits = replace(world.limits, shares=Shares(1.0, 0.0))
     world.script.replies = list(TWO_STEPS)
     world.script.model_s = 5.0
     runs = [world.run(f"r{number}") for number in range(300)]
