@@ -27,7 +27,7 @@ from agent_svc.domain.model import (
     ToolInfo,
     Waiting,
 )
-from agent_svc.domain.slots import Shares
+from agent_svc.domain.slots import SHARES, Shares, room
 from agent_svc.ports import ToolError
 from agent_svc.run_ports import DocumentContent, IngestSpec, Phase, Spec
 from sluice.clock import run_virtual
@@ -586,7 +586,7 @@ async def test_an_agent_that_stood_still_does_nothing_more_for_a_run_that_was_ta
     # It stands still: nobody renews, and its tasks go on only later.
     held = next(iter(zombie.worker._held.values()))
     run.due = world.clock() - 1
-    claims = await world.state.claim("agent-9", 1, 60.0)
+    claims = await world.state.claim("agent-9", room(SHARES, 1, {}, 0, 1), 60.0)
     assert len(claims.runs) == 1
     await asyncio.sleep(10)
     assert held.lost

@@ -248,7 +248,8 @@ def doubling(levels: int) -> dict[str, Any]:
     ],
 )
 def test_no_schema_and_value_take_for_ever(schema: dict[str, Any], value: Any) -> None:
-    assert check_schema(schema) == ""
+    # One without an end is refused; were it applied, that would end all the same.
+    assert check_schema(schema) in ("", "has a reference that leads back to itself")
     began = time.monotonic()
     assert isinstance(validate(schema, value), str)
     assert time.monotonic() - began < LIMIT_S
