@@ -27,6 +27,20 @@ class AgentConfig:
         None, help="What relative paths of tools count from. Unset: the configuration's folder."
     )
     runs_max: int = setting(200, unit="runs", ge=1, le=1024, help="Runs that are held at once.")
+    tenant_share: float = setting(
+        0.75,
+        unit="of runs_max",
+        ge=0.1,
+        le=1.0,
+        help="Most runs that one tenant holds here; less, the more others hold. 1: all.",
+    )
+    urgent_share: float = setting(
+        0.1,
+        unit="of runs_max",
+        ge=0.0,
+        le=0.9,
+        help="Slots that STANDARD and BATCH leave free for CRITICAL and INTERACTIVE.",
+    )
     run_history_bytes_max: int = setting(
         8 << 20,
         unit="bytes",

@@ -22,6 +22,7 @@ from agent_svc.adapters.tools.run_tools import RunTools
 from agent_svc.adapters.worker import Limits, Worker
 from agent_svc.config import AgentConfig
 from agent_svc.domain.ending import Rules
+from agent_svc.domain.slots import Shares
 from agent_svc.domain.tool_format import Format, Options
 from agent_svc.tool_parts import ToolParts
 from sluice import logs
@@ -70,7 +71,13 @@ class Parts:
             f"{config.name}:{new_epoch()}",  # of this life of the process only
             runs,
             work,
-            Limits(config.runs_max, config.history_bytes_max, config.lease_s, config.renew_s),
+            Limits(
+                config.runs_max,
+                config.history_bytes_max,
+                config.lease_s,
+                config.renew_s,
+                Shares(config.tenant_share, config.urgent_share),
+            ),
             clock=time.monotonic,
             on_state=lambda reason: component.down(reason) if reason else component.up(),
         )

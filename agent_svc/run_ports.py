@@ -22,6 +22,7 @@ from agent_svc.domain.model import (
     RunId,
     ToolInfo,
 )
+from agent_svc.domain.slots import Room
 from agent_svc.ports import ToolContext, ToolResult
 
 
@@ -86,7 +87,8 @@ class LeaseKey:
 @dataclass(frozen=True, slots=True)
 class Claimed:
     """A run that this process holds now. ``spec`` None: it cannot be read. ``last_sequence``:
-    number of its last event. ``decision``: of a person, not yet among the events."""
+    number of its last event. ``decision``: of a person, not yet among the events. ``to_end``: it
+    has only to be ended, by its cancel mark or its wall time."""
 
     lease: LeaseKey
     spec: Spec | None
@@ -95,6 +97,7 @@ class Claimed:
     cancelled: bool = False
     decision: Resumed | None = None
     session_id: str = ""
+    to_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +172,9 @@ class StoredEvents:
 class Runs(Protocol):
     """The store of runs."""
 
-    async def claim(self, holder: str, runs_max: int, lease_s: float) -> Claims:
-        """Claims ready runs, and runs whose lease has lapsed. ``runs_max``: 1 to 64."""
+    async def claim(self, holder: str, room: Room, lease_s: float) -> Claims:
+        """Claims ready runs, and runs whose lease has lapsed, as there is room for, at most 64.
+        With ``room.endings`` runs that have only to be ended come first and alone."""
 
     async def read(self, lease: LeaseKey, bytes_max: int) -> StoredEvents:
         """All events of a run. RUN_TOO_LONG (RESOURCE_EXHAUSTED) beyond ``bytes_max``. Raises
@@ -244,6 +248,9 @@ class Documents(Protocol):
     ) -> None:
         """Stores chunks by number, again if need be; ``total`` completes the generation.
         GENERATION_REPLACED (ABORTED) when a later one exists or the document is gone."""
+
+    async def abandon(self, tenant: str, spec: IngestSpec) -> None:
+        """Drops the chunks of a generation that is not complete."""
 
 
 class Usage(Protocol):

@@ -136,17 +136,27 @@ def unavailable(
 
 
 def not_found(
-    reason: str, message: str, *, metadata: Mapping[str, str] | None = None
+    reason: str, message: str, *, metadata: Mapping[str, str] | None = None, field: str = ""
 ) -> SluiceError:
-    """NOT_FOUND. Permission is checked before existence."""
-    return SluiceError(Code.NOT_FOUND, reason, message, metadata=metadata)
+    """NOT_FOUND. Permission is checked before existence. ``field``: of the request, that names
+    it."""
+    return SluiceError(
+        Code.NOT_FOUND, reason, message, metadata=metadata, fields=_named(field, message)
+    )
 
 
 def permission_denied(
-    reason: str, message: str, *, metadata: Mapping[str, str] | None = None
+    reason: str, message: str, *, metadata: Mapping[str, str] | None = None, field: str = ""
 ) -> SluiceError:
-    """PERMISSION_DENIED: known who asks, and they may not."""
-    return SluiceError(Code.PERMISSION_DENIED, reason, message, metadata=metadata)
+    """PERMISSION_DENIED: known who asks, and they may not. ``field``: of the request, that
+    says what."""
+    return SluiceError(
+        Code.PERMISSION_DENIED, reason, message, metadata=metadata, fields=_named(field, message)
+    )
+
+
+def _named(field: str, message: str) -> tuple[FieldViolation, ...]:
+    return (FieldViolation(field, message),) if field else ()
 
 
 def unauthenticated(

@@ -213,6 +213,7 @@ def check_schema(schema: Mapping[str, Json]) -> str:
     check = _Check(schema)
     try:
         check.schema(schema)
+        check.circles()
     except _SchemaError as error:
         return str(error)
     return ""
@@ -229,6 +230,7 @@ class _Check:
         self._root = root
         self._parts = 0
         self._patterns = 0
+        self._seen: list[Mapping[str, Json]] = []
 
     def schema(self, schema: Json) -> None:
         self._parts += 1
@@ -238,6 +240,7 @@ class _Check:
             return
         if not isinstance(schema, Mapping):
             raise _SchemaError("has something else where a schema should be")
+        self._seen.append(schema)
         for word, value in schema.items():
             self._keyword(schema, word, value)
 
@@ -267,6 +270,39 @@ class _Check:
                 raise _SchemaError(f"has a {word} that the standard does not allow")
             for part in value.values():
                 self.schema(part)
+
+    def circles(self) -> None:
+        """Refuses a part that applies itself to the very same value, which no value ends. One that
+        applies itself to what is inside a value is a tree, and fine."""
+        done: set[int] = set()
+        for part in self._seen:
+            stack = [(part, iter(self._same_value(part)))]
+            path = {id(part)}
+            while stack:
+                last, others = stack[-1]
+                other = next(others, None)
+                if other is None:
+                    stack.pop()
+                    path.discard(id(last))
+                    done.add(id(last))
+                elif id(other) in path:
+                    raise _SchemaError("has a reference that leads back to itself")
+                elif id(other) not in done:
+                    path.add(id(other))
+                    stack.append((other, iter(self._same_value(other))))
+
+    def _same_value(self, schema: Mapping[str, Json]) -> list[Mapping[str, Json]]:
+        """The parts that a schema applies to the value that it is applied to itself."""
+        found: list[Json] = [schema.get(word) for word in ("not", "if", "then", "else")]
+        # What a reference points to need not have been walked over.
+        for word in ("anyOf", "oneOf", "allOf"):
+            parts = schema.get(word)
+            found += parts if isinstance(parts, list) else ()
+        named = schema.get("dependentSchemas")
+        found += named.values() if isinstance(named, Mapping) else ()
+        if isinstance(reference := schema.get("$ref"), str):
+            found.append(_target(self._root, reference))
+        return [part for part in found if isinstance(part, Mapping)]
 
 
 def _target(root: Mapping[str, Json], reference: str) -> Json | None:

@@ -88,7 +88,7 @@ class StateConfig:
         unit="bytes",
         ge=8388608,
         le=1099511627776,
-        help="All stored runs of a tenant; ended ones older than a day make room.",
+        help="All stored runs of a tenant; ended ones make room, oldest first.",
     )
     run_events_max: int = setting(
         10000, unit="events", ge=100, le=1000000, help="Events of a run, its end excepted."

@@ -44,6 +44,10 @@ class RequestIdReusedError(Exception):
     """The request id belongs to a request of other content. Nothing was done."""
 
 
+class DocumentDeletedError(Exception):
+    """The document that the request stored was deleted since. Nothing was done."""
+
+
 class ChunksMissingError(Exception):
     """A generation was to be completed, but chunks of it are missing. What the call brought is
     stored."""
@@ -65,7 +69,7 @@ class DocumentStore(Protocol):
     ) -> DocumentState:
         """Stores a new generation. The same request id within 24 hours: nothing happens, and the
         answer shows the generation that it made. Raises LimitReachedError,
-        RequestIdReusedError."""
+        RequestIdReusedError, DocumentDeletedError."""
 
     async def get(
         self, tenant: str, collection: str, document_id: str
@@ -106,6 +110,11 @@ class DocumentStore(Protocol):
         generation is complete with these, and has so many; it goes live in the same moment in
         which the earlier one goes away. Nothing happens to one that is complete. Raises
         GenerationReplacedError, ChunksMissingError, VectorLengthError, LimitReachedError."""
+
+    async def abandon(
+        self, tenant: str, collection: str, document_id: str, generation: int
+    ) -> None:
+        """Drops the chunks of a document's newest generation, unless it is complete."""
 
     async def shown(
         self, tenant: str, places: Sequence[tuple[int, int]]

@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from state_svc.domain.claim_order import ClaimRoom
 from state_svc.domain.run_values import (
     Append,
     Claimed,
@@ -67,9 +68,12 @@ class RunStore(Protocol):
         """Stores a decision for a run that waits at ``step``, and makes it ready; the same request
         id changes nothing within 24 hours. Raises NotWaitingError."""
 
-    async def claim(self, holder: str, runs_max: int, lease_ms: int) -> ClaimBatch:
+    async def claim(
+        self, holder: str, runs_max: int, lease_ms: int, room: ClaimRoom | None = None
+    ) -> ClaimBatch:
         """Ready runs and runs whose lease has lapsed, over all tenants, with their specs: at most
-        3 MiB of them, at least one if there is one."""
+        3 MiB of them, at least one if there is one, and no more than there is ``room`` for. With
+        ``endings_max`` those that have only to be ended come first and alone."""
 
     async def renew(self, leases: Sequence[Lease], lease_ms: int) -> Sequence[LeaseState]:
         """Extends leases, from now. One that lapsed and that nobody took is held again, unless the

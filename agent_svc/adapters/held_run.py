@@ -22,7 +22,8 @@ T = TypeVar("T")
 LEASE_MARGIN_S: Final = 0.5  # an effect does not begin in the last moment of a lease
 RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 1.0
-_MAY_PASS: Final = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED})
+_NO_ANSWER: Final = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})
+STORE_FULL: Final = "STORE_FULL"  # of the whole store, which others free; not a bound of the tenant
 
 log = logs.get(__name__)
 
@@ -36,10 +37,15 @@ def lease_lost() -> SluiceError:
     return SluiceError(Code.ABORTED, "LEASE_LOST", "Another process holds the run now.")
 
 
-async def persistently(held: HeldRun, call: Callable[[], Awaitable[T]]) -> T:
-    """The answer of a call of the store that can be repeated as it is: asked again, while the lease
-    may hold, for as long as the store does not answer. Raises SluiceError: LEASE_LOST, or what the
-    store refuses."""
+async def persistently(
+    held: HeldRun,
+    call: Callable[[], Awaitable[T]],
+    is_over: Callable[[], bool] = lambda: False,
+) -> T:
+    """The answer of a call of the store that can be repeated as it is. While the lease may hold it
+    is asked again for as long as nobody answers, since it may have happened; and while the whole
+    store is full, until the run is cancelled or ``is_over``. Raises SluiceError: LEASE_LOST, or
+    what the store refuses; a bound of the tenant is no reason to ask again."""
     delay_s = RETRY_MIN_S
     while not held.lost:
         try:
@@ -48,7 +54,8 @@ async def persistently(held: HeldRun, call: Callable[[], Awaitable[T]]) -> T:
             if error.code is Code.ABORTED:
                 # VERSION_CONFLICT cannot be under a lease that holds; so it does not hold.
                 raise lease_lost() from None
-            if error.code not in _MAY_PASS or error.reason == "RUN_TOO_LONG":
+            waits = error.reason == STORE_FULL and not (held.cancelled or is_over())
+            if error.code not in _NO_ANSWER and not waits:
                 raise
             log.warning("the store is asked again", reason=error.reason, delay_s=delay_s)
         await asyncio.sleep(delay_s)

@@ -15,10 +15,13 @@ from agent_svc.adapters.model_step import CONTEXT_REASONS
 from agent_svc.domain.ending import Finish, Pause, Rules, after_refusal, failed
 from agent_svc.domain.history import request_id
 from agent_svc.domain.ingest import StoreBatch, next_batch, stored
-from agent_svc.domain.model import Ended, Progress
+from agent_svc.domain.model import End, Ended, Progress
 from agent_svc.run_ports import Chunks, Documents, IngestSpec, Model, TextChunk, VectorChunk
+from sluice import logs
 from sluice.errors import Code, SluiceError
 from sluice.fault_points import fault_point
+
+log = logs.get(__name__)
 
 
 class IngestRun:
@@ -58,13 +61,25 @@ class IngestRun:
                 is_cancelled=self._held.cancelled,
             )
             if not isinstance(action, StoreBatch):
-                return await journal.leave(action)
+                return await self._leave(action)
             if self._held.draining:
                 await journal.hand_over()
                 return None
             left = await self._step(action)
             if left is not None:
-                return await journal.leave(left)
+                return await self._leave(left)
+
+    async def _leave(self, left: Pause | Finish) -> Ended | None:
+        """Pauses or finishes. When the document will not be searchable, what was stored of it goes:
+        after the end, which only the holder of the lease can store. A process that dies between
+        the two leaves it until the document is put again or deleted."""
+        ended = await self._journal.leave(left)
+        if ended is not None and ended.end is not End.SUCCEEDED:
+            try:
+                await self._documents.abandon(self._held.lease.tenant, self._spec)
+            except SluiceError as error:
+                log.warning("chunks of a document are left", reason=error.reason)
+        return ended
 
     async def _step(self, action: StoreBatch) -> Pause | Finish | None:
         journal = self._journal

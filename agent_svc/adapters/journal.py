@@ -3,7 +3,8 @@
 Commit before effect: what :meth:`Journal.add` takes is history at once for those who decide, and
 :meth:`Journal.store` returns when the store has it. Several adds leave in one append; appends of a
 run follow one another. A store that does not answer is asked again with the same append until it
-does or the lease is lost: the store answers a repeated append as it did before. For one event loop.
+does or the lease is lost, and so is one that was cut off on its way: the store answers a repeated
+append as it did before. For one event loop.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from agent_svc.adapters.held_run import HeldRun, persistently
-from agent_svc.domain.ending import Bounds, Finish, Pause, unread
+from agent_svc.domain.ending import Bounds, Finish, Pause
 from agent_svc.domain.history import History
 from agent_svc.domain.model import End, Ended, Event, Kind, Message, Waiting
 from agent_svc.run_ports import Append, Phase, Runs, Spec, Summary
@@ -50,6 +51,7 @@ class Journal:
         self._wall = wall
         self._stored = history.last_sequence
         self._waiting: list[Event] = []
+        self._pending: Append | None = None
         self._turn = asyncio.Lock()
 
     def now_s(self) -> float:
@@ -107,16 +109,20 @@ class Journal:
         await self.pause(action)
         return None
 
-    async def give_up(self, error: SluiceError) -> Ended:
+    async def give_up(self, ended: Ended) -> Ended:
         """For good, although the store refused what was added: with as much of it as it takes."""
-        ended = unread(error)
+        try:
+            await self._complete()
+        except SluiceError as refusal:
+            if refusal.reason == "LEASE_LOST":
+                raise
         kept = [event for event in self._waiting if not isinstance(event.kind, Ended)]
         self._held.leaving = True
         for events in (kept, []):
             sequence = self._stored + len(events) + 1
             end = Event(sequence, self.now_s(), ended)
             try:
-                await self._append(self._made((*events, end), Phase.FAILED))
+                await self._append(self._made((*events, end), _PHASES[ended.end], ended=ended))
             except SluiceError as refusal:
                 if not events or refusal.reason == "LEASE_LOST":
                     raise
@@ -133,22 +139,37 @@ class Journal:
         session_messages: tuple[Message, ...] = (),
     ) -> None:
         async with self._turn:
+            await self._complete()
             events = tuple(self._waiting)
             if not events and phase is Phase.RUNNING:
                 return
-            append = self._made(
+            self._pending = self._made(
                 events,
                 phase,
                 ready_s=ready_s,
                 waiting_step=waiting_step,
                 session_messages=session_messages,
+                ended=self.history.ended,
             )
-            self._held.leaving = phase is not Phase.RUNNING
-            fault_point("agent.before_append")
+            await self._complete()
+
+    async def _complete(self) -> None:
+        """Makes the append under way, if there is one. One that a cancel or a drain cut off may
+        have happened: it is repeated as it was before anything else is stored."""
+        append = self._pending
+        if append is None:
+            return
+        self._held.leaving = append.phase is not Phase.RUNNING
+        fault_point("agent.before_append")
+        try:
             self._held.history_bytes += await self._append(append)
-            fault_point("agent.after_append")
-            self._stored += len(events)
-            del self._waiting[: len(events)]
+        except SluiceError:
+            self._pending = None  # refused: nothing of it is stored
+            raise
+        fault_point("agent.after_append")
+        self._pending = None
+        self._stored += len(append.events)
+        del self._waiting[: len(append.events)]
 
     def _made(
         self,
@@ -158,12 +179,13 @@ class Journal:
         ready_s: float = 0.0,
         waiting_step: int = 0,
         session_messages: tuple[Message, ...] = (),
+        ended: Ended | None,
     ) -> Append:
         return Append(
             append_id=str(uuid.uuid4()),
             expected_sequence=self._stored,
             events=events,
-            summary=self._summary(),
+            summary=self._summary(ended),
             phase=phase,
             ready_s=ready_s,
             waiting_step=waiting_step,
@@ -172,10 +194,15 @@ class Journal:
 
     async def _append(self, append: Append) -> int:
         held = self._held
-        return await persistently(held, lambda: self._runs.append(held.lease, append))
+        return await persistently(
+            held, lambda: self._runs.append(held.lease, append), self._is_out_of_time
+        )
 
-    def _summary(self) -> Summary:
-        history, ended = self.history, self.history.ended
+    def _is_out_of_time(self) -> bool:
+        return self.bounds.left_s(self.history, self.now_s()) <= 0
+
+    def _summary(self, ended: Ended | None) -> Summary:
+        history = self.history
         return Summary(
             steps=history.steps_done,
             prompt_tokens=history.prompt_tokens,

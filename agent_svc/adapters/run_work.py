@@ -18,7 +18,7 @@ from agent_svc.adapters.held_run import HeldRun, persistently
 from agent_svc.adapters.ingest_run import IngestRun
 from agent_svc.adapters.journal import Journal
 from agent_svc.adapters.task_run import Manner, TaskRun, TaskWorld
-from agent_svc.domain.ending import Bounds, Pause, after_refusal, unread
+from agent_svc.domain.ending import Bounds, Finish, after_refusal, overdue, unread
 from agent_svc.domain.history import fold
 from agent_svc.domain.model import End, Ended, Event, Queued
 from agent_svc.run_ports import (
@@ -111,12 +111,18 @@ class RunWork:
             log.failure("a run met a fault", error, run_id=held.lease.run_id)
             refusal = internal("")
         # What the store refuses for good, or a fault of this code: later, or the end.
-        if journal.history.ended is None:
-            left = after_refusal(bounds, journal.history, refusal, journal.now_s())
-            if isinstance(left, Pause):
-                await journal.pause(left)
-                return None
-        return await journal.give_up(refusal)
+        history, now_s = journal.history, journal.now_s()
+        if history.ended is not None:
+            return await journal.give_up(unread(refusal))
+        if held.cancelled:
+            return await journal.give_up(unread())
+        if bounds.left_s(history, now_s) <= 0:
+            return await journal.give_up(overdue(bounds, history, now_s))
+        left = after_refusal(bounds, history, refusal, now_s)
+        if isinstance(left, Finish):
+            return await journal.give_up(unread(refusal))
+        await journal.pause(left)
+        return None
 
     async def _read(self, held: HeldRun) -> StoredEvents:
         claimed = held.claimed

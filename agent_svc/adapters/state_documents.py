@@ -50,3 +50,13 @@ class StateDocuments:
             ],
         )
         await answered(self._stub.StoreChunks(request, timeout=self._timeout_s))
+
+    async def abandon(self, tenant: str, spec: IngestSpec) -> None:
+        """See :class:`agent_svc.run_ports.Documents`."""
+        request = documents_pb2.AbandonGenerationRequest(
+            tenant=tenant,
+            collection=spec.collection,
+            document_id=spec.document_id,
+            generation=spec.generation,
+        )
+        await answered(self._stub.AbandonGeneration(request, timeout=self._timeout_s))

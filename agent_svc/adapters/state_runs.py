@@ -18,6 +18,7 @@ from agent_svc.adapters import translate
 from agent_svc.adapters.state_calls import answered, told
 from agent_svc.domain.ending import run_too_long
 from agent_svc.domain.model import Event, Message, Resumed, RunId
+from agent_svc.domain.slots import Room
 from agent_svc.run_ports import (
     Append,
     Claimed,
@@ -67,10 +68,19 @@ class StateRuns:
         self._usage: Any = usage_pb2_grpc.UsageServiceStub(channel)
         self._timeout_s = timeout_s
 
-    async def claim(self, holder: str, runs_max: int, lease_s: float) -> Claims:
+    async def claim(self, holder: str, room: Room, lease_s: float) -> Claims:
         """See :class:`agent_svc.run_ports.Runs`."""
         request = runs_pb2.ClaimRunsRequest(
-            holder=holder, runs_max=runs_max, lease=_duration(lease_s)
+            holder=holder,
+            runs_max=room.runs,
+            lease=_duration(lease_s),
+            later_runs_max=room.later,
+            tenant_runs_max=room.tenant,
+            tenants=[
+                runs_pb2.TenantRoom(tenant=tenant, runs_max=most)
+                for tenant, most in room.tenants.items()
+            ],
+            endings_max=room.endings,
         )
         response = await answered(self._stub.ClaimRuns(request, timeout=self._timeout_s))
         poll_s = max(POLL_MIN_S, response.poll_delay.ToMicroseconds() / 1e6)
@@ -181,6 +191,7 @@ def _claimed(message: runs_pb2.ClaimedRun) -> Claimed:
         cancelled=run.cancelled,
         decision=decision,
         session_id=run.session_id,
+        to_end=message.to_end,
     )
 
 

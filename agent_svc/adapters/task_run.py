@@ -116,7 +116,7 @@ class TaskRun:
         """Works until the run is given back; its end, if it came. Raises SluiceError LEASE_LOST,
         or what the state service refuses."""
         claimed, journal = self._held.claimed, self._journal
-        if claimed.session_id:
+        if claimed.session_id and not self._is_over():
             sessions = self._world.sessions
             self._history = await sessions.messages(claimed.lease.tenant, claimed.session_id)
         while True:
@@ -159,7 +159,7 @@ class TaskRun:
     async def _resolve_tools(self) -> Pause | Finish | None:
         """Looks the tools up; what follows when that cannot be done now. A run does not go on
         without a tool that it was granted, but it ends all the same."""
-        if not self._work.tools:
+        if not self._work.tools or self._is_over():
             return None
         try:
             self._infos = await self._world.tools.infos()
@@ -173,6 +173,13 @@ class TaskRun:
             rules = self._manner.rules
             return after_refusal(journal.bounds, journal.history, error, now_s, rules=rules)
         return None
+
+    def _is_over(self) -> bool:
+        """Whether the run only has to be ended: that needs nobody else, so that it is done though
+        all slots are taken."""
+        journal = self._journal
+        left_s = journal.bounds.left_s(journal.history, journal.now_s())
+        return self._held.cancelled or left_s <= 0
 
     def _task(self, infos: Sequence[ToolInfo]) -> Task:
         work = self._work

@@ -3,8 +3,9 @@
 One event loop and one task per run. Three loops beside them: claims (when nudged, when a run
 became ready, or at the store's poll delay), renewals (all leases in one call), orders. What one
 loop misses another finds: a lost nudge costs one poll, a lost order one renewal. Bounds:
-``runs_max`` runs, and ``history_bytes_max`` of history in all, beyond which nothing more is
-claimed.
+``runs_max`` runs, of which each tenant and the later classes have their shares
+(``domain/slots.py``), and ``history_bytes_max`` of history in all, beyond which nothing more is
+claimed; a few beyond that which have only to be ended.
 
 The end of a process: :meth:`Worker.drain` claims nothing more, lets each run finish its step, and
 hands it over. What is not done in time is cut: the step is lost, as by a crash, and the run is
@@ -18,11 +19,12 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from agent_svc.adapters.held_run import HeldRun
 from agent_svc.domain.model import Ended, RunId
+from agent_svc.domain.slots import SHARES, Room, Shares, room
 from agent_svc.run_ports import Claimed, LeaseKey, Runs
 from sluice import logs
 from sluice.errors import Code, SluiceError
@@ -31,6 +33,7 @@ from sluice.telemetry import Labels
 
 CLAIM_MAX: Final = 16  # of one call; several agents then share a crowd of ready runs
 RENEW_MAX: Final = 1024
+ENDINGS_EVERY_S: Final = 0.25  # between two looks for nothing but runs that are to be ended
 BACKOFF_MIN_S: Final = 0.1
 BACKOFF_MAX_S: Final = 1.0
 CUT_S: Final = 2.0  # before the end of the grace: steps that are still under way are cut
@@ -53,6 +56,7 @@ class Limits:
     history_bytes_max: int = 256 << 20
     lease_s: float = 5.0
     renew_s: float = 1.5
+    shares: Shares = SHARES
 
 
 class Worker:
@@ -84,6 +88,7 @@ class Worker:
         self._idle.set()
         self._draining = False
         self._claims_over = asyncio.Event()
+        self._endings_s = float("-inf")  # when runs that are to be ended were last asked for
 
     # --- what others see -------------------------------------------------------------------------
 
@@ -147,35 +152,53 @@ class Worker:
         while not self._draining:
             self._wake.clear()
             wait_s = BACKOFF_MAX_S
-            if room := self._room():
+            free, next_s = self._room()
+            if free.runs or free.endings:
                 try:
-                    wait_s = await self._claim(group, room)
+                    wait_s = await self._claim(group, free)
                     backoff_s = BACKOFF_MIN_S
                     self._on_state("")
                 except SluiceError as error:
                     self._on_state("the state service gives no runs")
                     log.warning("no claims", reason=error.reason)
                     wait_s, backoff_s = backoff_s, min(backoff_s * 2, BACKOFF_MAX_S)
+            wait_s = min(wait_s, next_s)
             if wait_s > 0:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_s * (0.75 + random.random() / 2)):
                         await self._wake.wait()
 
-    def _room(self) -> int:
-        if self.history_bytes >= self._limits.history_bytes_max:
-            return 0
-        return min(self._limits.runs_max - len(self._held), CLAIM_MAX)
+    def _room(self) -> tuple[Room, float]:
+        """The room there is now, and the longest wait until the next claim."""
+        held: Counter[str] = Counter()
+        endings = 0
+        for one in self._held.values():
+            if one.claimed.to_end:
+                endings += 1
+            else:
+                held[one.lease.tenant] += 1
+        limits = self._limits
+        most = CLAIM_MAX if self.history_bytes < limits.history_bytes_max else 0
+        found = room(limits.shares, limits.runs_max, held, endings, most)
+        if not found.is_limited:
+            return replace(found, endings=0), BACKOFF_MAX_S
+        wait_s = self._endings_s + ENDINGS_EVERY_S - self._clock()
+        if wait_s > 0:
+            return replace(found, endings=0), wait_s
+        return found, BACKOFF_MAX_S
 
-    async def _claim(self, group: asyncio.TaskGroup, room: int) -> float:
+    async def _claim(self, group: asyncio.TaskGroup, free: Room) -> float:
         """Claims and begins; seconds until the next claim makes sense."""
         sent = self._clock()
-        claims = await self._runs.claim(self._holder, room, self._limits.lease_s)
+        if free.endings:
+            self._endings_s = sent
+        claims = await self._runs.claim(self._holder, free, self._limits.lease_s)
         self.claims += 1
         if claims.runs:
             fault_point("agent.claimed")
         for claimed in claims.runs:
             self._begin(group, claimed, sent + self._limits.lease_s)
-        return 0.0 if len(claims.runs) >= room else claims.poll_s
+        return 0.0 if free.runs and len(claims.runs) >= free.runs else claims.poll_s
 
     def _begin(self, group: asyncio.TaskGroup, claimed: Claimed, valid_until: float) -> None:
         key = (claimed.lease.tenant, claimed.lease.run_id)

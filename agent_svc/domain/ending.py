@@ -118,6 +118,13 @@ def out_of_time(bounds: Bounds, history: History, now_s: float) -> Finish:
     return used_up(bounds, history, "BUDGET_WALL_TIME", "time", now_s)
 
 
+def overdue(bounds: Bounds, history: History, now_s: float) -> Ended:
+    """The same as an event alone, where the store takes no more than that."""
+    end = out_of_time(bounds, history, now_s).events[-1]
+    assert isinstance(end, Ended)
+    return end
+
+
 def after_refusal(
     bounds: Bounds,
     history: History,

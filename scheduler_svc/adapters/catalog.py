@@ -172,5 +172,8 @@ def _unknown(name: str) -> SluiceError:
     # The client's own word, so cut, quoted, and with what does not print escaped.
     shown = ascii(name if len(name) <= SHOWN_CHARS_MAX else f"{name[:SHOWN_CHARS_MAX]}...")
     return not_found(
-        "MODEL_UNKNOWN", f"no such model for this tenant: {shown}", metadata={"model": name}
+        "MODEL_UNKNOWN",
+        f"no such model for this tenant: {shown}",
+        metadata={"model": name},
+        field="model",
     )

@@ -6,7 +6,6 @@ only a model or a tool knows is found out when the run works. Stateless.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from typing import Final
@@ -94,7 +93,9 @@ def _check_tools(request: runs_pb2.RunAgentRequest, tenant: Tenant) -> None:
         seen.add(tool)
         if not may_use(tool, tenant):
             raise permission_denied(
-                "TOOL_NOT_ALLOWED", f"tools[{index}] is not in the tenant's list of tools"
+                "TOOL_NOT_ALLOWED",
+                f"tools[{index}] is not in the tenant's list of tools",
+                field=f"tools[{index}]",
             )
 
 
@@ -131,7 +132,8 @@ def asked(budget: runs_pb2.RunBudget) -> Asked:
     wall_time_s = None
     if budget.HasField("wall_time_max"):
         wall_time_s = budget.wall_time_max.seconds + budget.wall_time_max.nanos / 1e9
-        if not 0 < wall_time_s <= WALL_TIME_MAX_S:
+        mixed = not 0 <= budget.wall_time_max.nanos < 10**9  # a sign of its own, or whole seconds
+        if mixed or not 0 < wall_time_s <= WALL_TIME_MAX_S:
             raise invalid(
                 "budget.wall_time_max", f"must be more than 0, at most {WALL_TIME_MAX_S:g} s"
             )
@@ -159,9 +161,9 @@ def shown(limits: RunLimits) -> runs_pb2.RunBudget:
     return budget
 
 
-def parsed(text: str, field: str) -> object:
+def parsed(text: str, field: str, bytes_max: int) -> object:
     """What JSON text says. INVALID_ARGUMENT names the field."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise invalid(field, "must be JSON") from None
+        return json_schemas.parse(text, bytes_max=bytes_max)
+    except json_schemas.JsonError as error:
+        raise invalid(field, str(error)) from None

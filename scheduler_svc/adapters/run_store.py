@@ -6,6 +6,7 @@ the state service's refusals pass through, one that does not answer is STATE_UNR
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from sluice.scheduler.v1 import mesh_pb2, runs_pb2, spec_pb2
 from sluice.state.v1 import runs_pb2 as stored_pb2
 from sluice.state.v1 import runs_pb2_grpc, values_pb2, values_pb2_grpc
 from sluice.telemetry import current_traceparent
+
+WALL_SLACK_S: Final = 1
+"""After its wall time, by its agent's clock, a run that nobody holds is ended without a slot."""
 
 CLASSES: Final = {
     PriorityClass.CRITICAL: policy_pb2.PRIORITY_CLASS_CRITICAL,
@@ -165,6 +169,7 @@ class RunStore:
             session_id=new.session_id,
             open_max=new.runs_max,
         )
+        request.wall_time.FromSeconds(math.ceil(new.budget.wall_time_s) + WALL_SLACK_S)
         done = await answered(self._stub.CreateRun(request, timeout=time_limit_s()))
         run: stored_pb2.StoredRun = done.run
         if done.repeated_request:
@@ -183,6 +188,8 @@ class RunStore:
 
 def _check_same(stored: stored_pb2.StoredRun, spec: spec_pb2.RunSpec) -> None:
     """Raises INVALID_ARGUMENT when a request id that was used asks for something else now."""
+    if not stored.spec:
+        return  # it has ended and made room for others
     try:
         earlier = spec_pb2.RunSpec.FromString(stored.spec)
     except DecodeError:

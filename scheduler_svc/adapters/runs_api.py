@@ -316,6 +316,6 @@ def _check_decision(request: runs_pb2.ResumeRunRequest) -> None:
         raise invalid("result_json", f"at most {RESULT_BYTES_MAX // 2} bytes")
     supplies = request.decision == runs_pb2.RESUME_DECISION_SUPPLY_RESULT
     if supplies:
-        run_request.parsed(request.result_json, "result_json")
+        run_request.parsed(request.result_json, "result_json", RESULT_BYTES_MAX // 2)
     elif request.result_json:
         raise invalid("result_json", "belongs to SUPPLY_RESULT")

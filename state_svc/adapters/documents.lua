@@ -52,6 +52,7 @@ if op == 'put' then
   if known then
     local generation, made, digest = string.match(known, '^(%d+) (%d+) (.*)$')
     if digest ~= ARGV[6] then return {'REUSED'} end
+    if redis.call('EXISTS', KEYS[7]) == 0 then return {'DELETED'} end
     return {'KNOWN', generation, made, redis.call('HMGET', KEYS[7], 'live', 'chunks')}
   end
   local size = #ARGV[3]
@@ -102,6 +103,13 @@ if op == 'delete' then
   elseif live then
     note(next_version(), {live})
   end
+  return {'OK'}
+end
+
+if op == 'abandon' then
+  -- 3 generation
+  local newest, live = unpack(redis.call('HMGET', KEYS[7], 'generation', 'live'))
+  if newest == ARGV[3] and live ~= newest then drop_chunks(newest) end
   return {'OK'}
 end
 

@@ -30,6 +30,7 @@ from state_svc.adapters.store_errors import store_errors
 from state_svc.document_ports import (
     ChunksMissingError,
     CollectionUnknownError,
+    DocumentDeletedError,
     DocumentStore,
     GenerationReplacedError,
     IndexLoadingError,
@@ -215,6 +216,17 @@ class DocumentServicer(documents_pb2_grpc.DocumentServiceServicer):
             )
         return documents_pb2.StoreChunksResponse(document=_document(request.collection, state))
 
+    async def AbandonGeneration(
+        self, request: documents_pb2.AbandonGenerationRequest, context: Any
+    ) -> documents_pb2.AbandonGenerationResponse:
+        """Gives a generation up."""
+        _check_place(request)
+        with _document_errors():
+            await self._store.abandon(
+                request.tenant, request.collection, request.document_id, request.generation
+            )
+        return documents_pb2.AbandonGenerationResponse()
+
     async def SearchChunks(
         self, request: documents_pb2.SearchChunksRequest, context: Any
     ) -> documents_pb2.SearchChunksResponse:
@@ -262,6 +274,10 @@ def _document_errors() -> Iterator[None]:
         raise _unknown_collection() from error
     except RequestIdReusedError as error:
         raise invalid("request_id", "was used for another document or content") from error
+    except DocumentDeletedError as error:
+        raise not_found(
+            "DOCUMENT_UNKNOWN", "The document of this request was deleted since."
+        ) from error
     except ChunksMissingError as error:
         raise failed_precondition(
             "CHUNKS_MISSING", "The generation has not the chunks that it is said to have."

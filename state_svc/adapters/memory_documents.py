@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from state_svc.adapters.valkey_documents import REQUEST_KEPT_S
 from state_svc.document_ports import (
     ChunksMissingError,
+    DocumentDeletedError,
     DocumentLimits,
     GenerationReplacedError,
     RequestIdReusedError,
@@ -136,7 +137,9 @@ class MemoryDocuments:
         if digest != draft.digest:
             raise RequestIdReusedError
         document = self._document(tenant, collection, document_id)
-        live = document.live if document is not None else None
+        if document is None:
+            raise DocumentDeletedError
+        live = document.live
         return DocumentState(
             document_id,
             generation,
@@ -244,6 +247,15 @@ class MemoryDocuments:
             there.changes[document.live.number] = there.version
         document.live = newest
         return _state(document_id, document)
+
+    async def abandon(
+        self, tenant: str, collection: str, document_id: str, generation: int
+    ) -> None:
+        """See :class:`state_svc.document_ports.DocumentStore`."""
+        document = self._document(tenant, collection, document_id)
+        newest = None if document is None or document.newest is document.live else document.newest
+        if newest is not None and newest.number == generation:
+            newest.chunks.clear()
 
     async def shown(
         self, tenant: str, places: Sequence[tuple[int, int]]

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from state_svc.adapters.inbox import Inbox
-from state_svc.domain.claim_order import ClaimOrder, shares
+from state_svc.domain.claim_order import Allowance, ClaimOrder, ClaimRoom, shares
 from state_svc.domain.run_book import RunBook
 from state_svc.domain.run_values import (
     PRIORITIES,
@@ -165,37 +165,66 @@ class MemoryRuns:
         self._feed.ready()
         return record
 
-    async def claim(self, holder: str, runs_max: int, lease_ms: int) -> ClaimBatch:
+    async def claim(
+        self, holder: str, runs_max: int, lease_ms: int, room: ClaimRoom | None = None
+    ) -> ClaimBatch:
         """See :class:`state_svc.run_ports.RunStore`."""
+        room = room or ClaimRoom()
+        if ending := self._claim_endings(holder, lease_ms, room.endings_max):
+            return ClaimBatch(tuple(ending), 0)
+        if not runs_max:
+            return ClaimBatch((), NOTHING_DUE_MS)
         now, claimed, left = self._tenants.now(), list[Claimed](), PAGE_BYTES
+        allowance = Allowance(runs_max, room)
+        places = [
+            (name, one)
+            for name in self._tenants.names()
+            for one in PRIORITIES
+            if allowance.of_tenant(name, one) > 0
+        ]
 
         def due(tenant: str, priority: int) -> int | None:
             return self._tenants.runs(tenant).due(priority, now)
 
         def waiting(priority: int) -> list[str]:
-            names = self._tenants.names()
+            names = [
+                name for name in self._tenants.names() if allowance.of_tenant(name, priority) > 0
+            ]
             ready = [name for name in names if _not_after(due(name, priority), now)]
             return self._order.arrange(priority, ready)
 
         for priority in PRIORITIES:
             large: set[str] = set()
-            while left > 0 and len(claimed) < runs_max:
+            while left > 0 and allowance.of_class(priority) > 0:
                 asked = [name for name in waiting(priority) if name not in large]
                 if not asked:
                     break
-                tenant, share = shares(asked, runs_max - len(claimed))[0]
+                tenant, share = shares(asked, allowance.of_class(priority))[0]
+                share = min(share, allowance.of_tenant(tenant, priority))
                 most = left // len(asked) if claimed else 0
                 book = self._tenants.runs(tenant)
                 found = book.claim(holder, priority, share if most else 1, lease_ms, most, now)
                 claimed += found.runs
+                allowance.take(tenant, priority, len(found.runs))
                 left -= sum(len(one.run.spec) + len(one.run.summary) for one in found.runs)
                 if found.runs:
                     self._order.served(priority, tenant)
                 else:
                     large.add(tenant)
-        times = [due(name, one) for name in self._tenants.names() for one in PRIORITIES]
+        times = [due(name, one) for name, one in places]
         known = [time for time in times if time is not None]
         return ClaimBatch(tuple(claimed), max(min(known, default=now + NOTHING_DUE_MS) - now, 0))
+
+    def _claim_endings(self, holder: str, lease_ms: int, most: int) -> list[Claimed]:
+        now, claimed = self._tenants.now(), list[Claimed]()
+        for name in self._tenants.names():
+            for priority in PRIORITIES:
+                if len(claimed) == most:
+                    return claimed
+                book = self._tenants.runs(name)
+                found = book.claim(holder, priority, 1, lease_ms, 0, now, only_to_end=True)
+                claimed += found.runs
+        return claimed
 
     async def renew(self, leases: Sequence[Lease], lease_ms: int) -> Sequence[LeaseState]:
         """See :class:`state_svc.run_ports.RunStore`."""

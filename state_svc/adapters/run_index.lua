@@ -17,11 +17,27 @@ if op == 'ready' then
   return now
 end
 
--- Where to look now, at most ARGV[3]; nobody else looks there before ARGV[4] ms have passed.
+-- Where to look now, at most ARGV[3]; nobody else looks there before ARGV[4] ms have passed (0: nothing changes). Classes
+-- after ARGV[5] and the tenants from ARGV[6] on are passed over.
 if op == 'look' then
-  local names = call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[3])
-  for _, name in ipairs(names) do call('ZADD', KEYS[1], 'XX', now + ARGV[4], name) end
-  local first = call('ZRANGE', KEYS[1], 0, 0, 'WITHSCORES')[2]
+  local without = {}
+  for i = 6, #ARGV do without[ARGV[i]] = true end
+  local function passed(name)
+    local priority, tenant = string.match(name, '^(%d+):(.+)$')
+    return tonumber(priority) > tonumber(ARGV[5]) or without[tenant]
+  end
+  local names, left = {}, 0
+  for _, name in ipairs(call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[3])) do
+    if passed(name) then left = left + 1 else names[#names + 1] = name end
+  end
+  if ARGV[4] ~= '0' then
+    for _, name in ipairs(names) do call('ZADD', KEYS[1], 'XX', now + ARGV[4], name) end
+  end
+  local first
+  local rows = call('ZRANGE', KEYS[1], 0, left, 'WITHSCORES')
+  for i = 1, #rows, 2 do
+    if not first and not passed(rows[i]) then first = rows[i + 1] end
+  end
   return {now, tonumber(first or -1), names}
 end
 

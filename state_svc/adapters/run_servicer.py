@@ -11,6 +11,7 @@ from sluice.timestamps import unix_seconds
 from state_svc.adapters.run_messages import lease_of, milliseconds, page_number, stored_run
 from state_svc.adapters.run_watch import Entry, FeedClosedError, RunWatch
 from state_svc.adapters.store_errors import store_errors
+from state_svc.domain.claim_order import ClaimRoom
 from state_svc.domain.names import check_holder, check_request_id, check_tenant, check_uuid
 from state_svc.domain.run_values import PRIORITIES, Append, NewRun, Phase
 from state_svc.domain.session_book import size_of
@@ -24,6 +25,8 @@ EVENTS_BYTES_MAX: Final = 4 << 20
 TEXT_BYTES_MAX: Final = 256 << 10
 LEASES_MAX: Final = 1_024
 CLAIM_MAX: Final = 64
+TENANTS_MAX: Final = 1_024
+WALL_TIME_MS_MAX: Final = 60 * 86_400 * 1000
 PAGE_MAX: Final = 100
 LEASE_MS: Final = (1_000, 60_000)
 POLL_MS: Final = (10, 1_000)  # between two claims when no nudge comes
@@ -67,6 +70,7 @@ class RunServicer(runs_pb2_grpc.RunServiceServicer):
             active_max=request.active_max,
             open_max=request.open_max,
             session_id=request.session_id,
+            wall_ms=_wall_ms(request.wall_time),
         )
         with store_errors():
             record, repeated = await self._store.create(new)
@@ -109,7 +113,7 @@ class RunServicer(runs_pb2_grpc.RunServiceServicer):
             page = await self._store.read(request.tenant, request.run_id, first)
         return runs_pb2.ReadRunResponse(
             entries=[
-                runs_pb2.RunEntry(sequence=first + n, event=event)
+                runs_pb2.RunEntry(sequence=page.first + n, event=event)
                 for n, event in enumerate(page.events)
             ],
             more=page.more,
@@ -162,15 +166,19 @@ class RunServicer(runs_pb2_grpc.RunServiceServicer):
     ) -> runs_pb2.ClaimRunsResponse:
         """Claims runs."""
         check_holder(request.holder, "holder")
-        if not 1 <= request.runs_max <= CLAIM_MAX:
+        if request.endings_max > CLAIM_MAX:
+            raise invalid("endings_max", f"at most {CLAIM_MAX}")
+        if not (0 if request.endings_max else 1) <= request.runs_max <= CLAIM_MAX:
             raise invalid("runs_max", f"must be 1 to {CLAIM_MAX}")
-        lease_ms = _lease_ms(request.lease)
+        lease_ms, room = _lease_ms(request.lease), _room(request)
         with store_errors():
-            batch = await self._store.claim(request.holder, request.runs_max, lease_ms)
+            batch = await self._store.claim(request.holder, request.runs_max, lease_ms, room)
         least, most = POLL_MS
         return runs_pb2.ClaimRunsResponse(
             runs=[
-                runs_pb2.ClaimedRun(run=stored_run(claimed.run), token=claimed.token)
+                runs_pb2.ClaimedRun(
+                    run=stored_run(claimed.run), token=claimed.token, to_end=claimed.to_end
+                )
                 for claimed in batch.runs
             ],
             poll_delay=milliseconds(min(max(batch.next_ms, least), most)),
@@ -285,6 +293,26 @@ def _check_bytes(value: bytes, most: int, field: str) -> None:
 def _check_events(events: Any) -> None:
     if len(events) > EVENTS_MAX or size_of(events) > EVENTS_BYTES_MAX:
         raise invalid("events", f"at most {EVENTS_MAX}, {EVENTS_BYTES_MAX} bytes together")
+
+
+def _room(request: runs_pb2.ClaimRunsRequest) -> ClaimRoom:
+    if len(request.tenants) > TENANTS_MAX:
+        raise invalid("tenants", f"at most {TENANTS_MAX}")
+    for n, one in enumerate(request.tenants):
+        check_tenant(one.tenant, f"tenants[{n}].tenant")
+    return ClaimRoom(
+        later_max=request.later_runs_max if request.HasField("later_runs_max") else None,
+        tenant_max=request.tenant_runs_max if request.HasField("tenant_runs_max") else None,
+        tenants={one.tenant: one.runs_max for one in request.tenants},
+        endings_max=request.endings_max,
+    )
+
+
+def _wall_ms(wall_time: Any) -> int:
+    wall_ms = int(wall_time.ToMilliseconds())
+    if not 0 <= wall_ms <= WALL_TIME_MS_MAX:
+        raise invalid("wall_time", "must be 0 to 60 days")
+    return wall_ms
 
 
 def _lease_ms(lease: Any) -> int:

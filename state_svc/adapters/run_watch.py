@@ -65,6 +65,7 @@ class RunWatch:
                     while more:
                         page = await self._store.read(self._tenant, self._run_id, self._next)
                         first = False
+                        self._next = max(self._next, page.first)
                         for event in page.events:
                             yield Entry(self._next, event)
                             self._next += 1

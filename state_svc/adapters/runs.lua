@@ -4,12 +4,15 @@
 --
 -- Keys, all owned here. run:<id> hash, run:<id>:events list: without end while the run has none, then as
 -- long as ended runs are kept. run:<id>:resume:<request>, runs:request:<request>: a day. runs (ids by number), runs:meta (n,
--- bytes, open, active_max), runs:ended ("<bytes>:<id>" by end), runs:active (ids by lease end, counted
--- ones), runs:counted (ids that count against open_max), runs:line:<priority>:<0|1 counted> (ids by due
--- time): while a run is open, then as long as the last is kept.
+-- bytes, ended: bytes of ended ones, open, active_max), runs:ended ("<bytes>:<id>" by end), runs:whole (ids of ended ones that
+-- have all their events, by end), runs:active (ids by lease end, counted ones), runs:counted (ids that count against open_max),
+-- runs:wall (ids of queued and paused ones by the end of their wall time), runs:line:<priority>:<0 uncounted, 1 counted,
+-- 2 only to be ended> (ids by due time): while a run is open, then as long as the last is kept.
 local QUEUED, RUNNING, PAUSED, WAITING = 1, 2, 3, 4
-local RUN_OVERHEAD, SCAN_MAX = 1024, 1000
+local RUN_OVERHEAD, SCAN_MAX, TRIM_MAX = 1024, 1000, 1000
+local TO_END = 2
 local ALL, META, ENDED, ACTIVE, COUNTED = P .. 'runs', P .. 'runs:meta', P .. 'runs:ended', P .. 'runs:active', P .. 'runs:counted'
+local WHOLE_RUNS, WALL = P .. 'runs:whole', P .. 'runs:wall'
 local BRIEF = {'phase', 'summary', 'seq', 'create', 'end', 'cancelled', 'dstep', 'session', 'priority'}
 local WHOLE = {'phase', 'summary', 'seq', 'create', 'end', 'cancelled', 'dstep', 'session', 'priority', 'decision', 'spec'}
 
@@ -30,13 +33,32 @@ local function run_drop(member)
   call('UNLINK', run_key(id), run_key(id) .. ':events')
   call('ZREM', ALL, id)
   call('ZREM', ENDED, member)
+  call('ZREM', WHOLE_RUNS, id)
   call('HINCRBY', META, 'bytes', -bytes)
+  call('HINCRBY', META, 'ended', -bytes)
+end
+-- Leaves of an ended run what a repeated request and GetRun are answered with, and its last event.
+local function run_trim(id)
+  local key = run_key(id)
+  local size, seq, at = read(id, 'bytes', 'seq', 'end')
+  call('ZREM', WHOLE_RUNS, id)
+  if not seq then return end
+  local last = call('LINDEX', key .. ':events', -1) or ''
+  local left = RUN_OVERHEAD + call('HSTRLEN', key, 'summary') + #last + MESSAGE_OVERHEAD
+  if left >= size then return end
+  call('LTRIM', key .. ':events', -1, -1)
+  call('HSET', key, 'spec', '', 'decision', '', 'bytes', left, 'gone', seq - 1)
+  call('ZREM', ENDED, size .. ':' .. id)
+  call('ZADD', ENDED, at, left .. ':' .. id)
+  call('HINCRBY', META, 'bytes', left - size)
+  call('HINCRBY', META, 'ended', left - size)
 end
 local function drop_old(kept)
   for _, member in ipairs(call('ZRANGEBYSCORE', ENDED, '-inf', now - kept, 'LIMIT', 0, DROP_MAX)) do run_drop(member) end
 end
--- Whether so many more bytes fit, if need be without ended runs that no repeated request can ask for.
-local function make_room(growth, most, kept)
+-- Whether so many more bytes fit, if need be without ended runs that no repeated request can ask for, then without the events
+-- of ended ones, oldest first. What is left of ended ones does not hold up the growth of one under way.
+local function make_room(growth, most, kept, grows)
   drop_old(kept)
   local function missing() return meta('bytes') + growth > most end
   if not missing() then return true end
@@ -44,28 +66,60 @@ local function make_room(growth, most, kept)
     run_drop(member)
     if not missing() then return true end
   end
-  return false
+  for _, id in ipairs(call('ZRANGE', WHOLE_RUNS, 0, TRIM_MAX - 1)) do
+    run_trim(id)
+    if not missing() then return true end
+  end
+  return grows and meta('bytes') - meta('ended') + growth <= most
+end
+-- Milliseconds until an ended run goes by itself, where that makes room; 0: room comes when a run ends.
+local function room_in(growth, most)
+  local oldest = call('ZRANGE', ENDED, 0, 0, 'WITHSCORES')[2]
+  if not oldest or meta('bytes') - meta('ended') + growth > most then return 0 end
+  return math.max(oldest + DEDUP_MS - now, 1)
 end
 local function grow(id, growth)
   if growth == 0 then return end
   call('HINCRBY', run_key(id), 'bytes', growth)
   call('HINCRBY', META, 'bytes', growth)
 end
--- Nobody holds the run: ready now, uncounted if it is only to be cancelled.
+-- Notes when the time of a run that nobody holds is over.
+local function note_wall(id, counted)
+  local wall = tonumber(call('HGET', run_key(id), 'wall') or 0)
+  if wall > 0 and counted ~= TO_END then call('ZADD', WALL, wall, id) end
+end
+-- From now on the run has only to be ended: uncounted, and for who has no room for more than that.
+local function to_end(id, priority, counted)
+  call('ZREM', line(priority, counted), id)
+  call('ZREM', WALL, id)
+  call('HSET', run_key(id), 'counted', TO_END)
+  call('ZADD', line(priority, TO_END), now, id)
+end
+local function overdue_to_end()
+  for _, id in ipairs(call('ZRANGEBYSCORE', WALL, '-inf', now, 'LIMIT', 0, DROP_MAX)) do
+    local priority, counted = read(id, 'priority', 'counted')
+    if counted then to_end(id, priority, counted) else call('ZREM', WALL, id) end
+  end
+end
+-- Nobody holds the run: ready now.
 local function queue(id, priority, counted, cancelled)
   call('ZREM', ACTIVE, id)
-  if cancelled == 1 and counted == 1 then
-    call('ZREM', line(priority, 1), id)
-    call('HSET', run_key(id), 'counted', 0)
-    counted = 0
-  end
   call('HSET', run_key(id), 'phase', QUEUED)
-  call('ZADD', line(priority, counted), now, id)
+  if cancelled == 1 then
+    to_end(id, priority, counted)
+  else
+    call('ZADD', line(priority, counted), now, id)
+    note_wall(id, counted)
+  end
   if tonumber(call('HGET', run_key(id), 'counts_open')) == 1 then call('SADD', COUNTED, id) end
 end
 -- When a run of the class may be ready next, or nil. What no room is left for: when a lease ends.
 local function due_of(priority)
-  local first = tonumber(call('ZRANGE', line(priority, 0), 0, 0, 'WITHSCORES')[2])
+  local first
+  for _, kind in ipairs({TO_END, 0}) do
+    local one = tonumber(call('ZRANGE', line(priority, kind), 0, 0, 'WITHSCORES')[2])
+    if one and (not first or one < first) then first = one end
+  end
   local due = tonumber(call('ZRANGE', line(priority, 1), 0, 0, 'WITHSCORES')[2])
   if due and due <= now and room() <= 0 then
     due = tonumber(call('ZRANGEBYSCORE', ACTIVE, '(' .. string.format('%.0f', now), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)[2])
@@ -85,7 +139,7 @@ local function dues()
 end
 
 if op == 'create' then
-  local request, id, priority, active_max, open_max, session = take(), take(), int(), int(), int(), take()
+  local request, id, priority, active_max, open_max, session, wall = take(), take(), int(), int(), int(), take(), int()
   local spec, summary = take(), take()
   local runs_max, bytes_max, events_max, run_bytes_max, kept = int(), int(), int(), int(), int()
   local events, size = rest()
@@ -103,18 +157,18 @@ if op == 'create' then
   if meta('open') >= runs_max then return {'RUNS_FULL', 'runs_open_max'} end
   if #events > events_max then return {'RUN_FULL', 'run_events_max'} end
   if size > run_bytes_max then return {'RUN_FULL', 'run_bytes_max'} end
-  if not make_room(size, bytes_max, kept) then return {'RUNS_FULL', 'runs_bytes_max'} end
+  if not make_room(size, bytes_max, kept, false) then return {'RUNS_FULL', 'runs_bytes_max', room_in(size, bytes_max)} end
   if session ~= '' then session_touch(session, id) end
   call('HSET', run_key(id), 'phase', QUEUED, 'summary', summary, 'seq', #events, 'create', now, 'end', 0, 'cancelled', 0,
     'dstep', 0, 'session', session, 'priority', priority, 'decision', '', 'spec', spec, 'token', 0, 'bytes', 0,
-    'counted', active_max > 0 and 1 or 0, 'counts_open', open_max > 0 and 1 or 0)
+    'counted', active_max > 0 and 1 or 0, 'counts_open', open_max > 0 and 1 or 0, 'wall', wall > 0 and now + wall or 0)
   push(run_key(id) .. ':events', events)
   grow(id, size)
   call('HINCRBY', META, 'open', 1)
   if active_max > 0 then call('HSET', META, 'active_max', active_max) end
   call('ZADD', ALL, call('HINCRBY', META, 'n', 1), id)
   queue(id, priority, active_max > 0 and 1 or 0, 0)
-  for _, key in ipairs({ALL, META, ENDED}) do call('PERSIST', key) end
+  for _, key in ipairs({ALL, META, ENDED, WHOLE_RUNS}) do call('PERSIST', key) end
   call('SET', asked, string.format('%.0f %s', now, id), 'PX', DEDUP_MS)
   return {'OK', 0, id, row(id, WHOLE)}
 end
@@ -137,10 +191,11 @@ if op == 'list' then
 end
 
 if op == 'claim' then
-  local holder, priority, most, lease, bytes_max = take(), int(), int(), int(), int()
+  local holder, priority, most, lease, bytes_max, only_to_end = take(), int(), int(), int(), int(), int()
   local found, bytes, too_large = {}, 0, 0
   call('ZREMRANGEBYSCORE', ACTIVE, '-inf', now)
-  for counted = 0, 1 do
+  overdue_to_end()
+  for _, counted in ipairs(only_to_end == 1 and {TO_END} or {TO_END, 0, 1}) do
     local left = most - #found
     if counted == 1 then left = math.min(left, room()) end
     local ids = {}
@@ -158,7 +213,8 @@ if op == 'claim' then
         call('HSET', key, 'phase', RUNNING, 'token', token, 'holder', holder)
         call('ZADD', line(priority, counted), now + lease, id)
         if counted == 1 then call('ZADD', ACTIVE, now + lease, id) end
-        found[#found + 1] = {id, token, row(id, WHOLE)}
+        call('ZREM', WALL, id)
+        found[#found + 1] = {id, token, row(id, WHOLE), counted == TO_END and 1 or 0}
       else -- deleted by somebody else: it must not stand in front of the others for ever
         call('ZREM', line(priority, counted), id)
       end
@@ -196,9 +252,10 @@ local phase, seq, token, priority, counted, cancelled, bytes = read(id, 'phase',
 if op == 'get' then return {'OK', row(id, WHOLE)} end
 
 if op == 'read' then
-  local first = int()
-  local found = page(key .. ':events', first - 1, math.max(seq - first + 1, 0))
-  return {'OK', found, first - 1 + #found < seq and 1 or 0, phase > WAITING and 1 or 0, seq}
+  local gone = tonumber(call('HGET', key, 'gone') or 0)
+  local first = math.max(int(), gone + 1)
+  local found = page(key .. ':events', first - 1 - gone, math.max(seq - first + 1, 0))
+  return {'OK', found, first - 1 + #found < seq and 1 or 0, phase > WAITING and 1 or 0, seq, first}
 end
 
 if op == 'sequence' then
@@ -222,7 +279,7 @@ local function full(growth, more_events, bytes_max, events_max, run_bytes_max, k
   if seq + more_events > events_max then return {'RUN_FULL', 'run_events_max'} end
   if growth <= 0 then return nil end
   if bytes + growth > run_bytes_max then return {'RUN_FULL', 'run_bytes_max'} end
-  if not make_room(growth, bytes_max, kept) then return {'RUN_FULL', 'runs_bytes_max'} end
+  if not make_room(growth, bytes_max, kept, true) then return {'RUN_FULL', 'runs_bytes_max'} end
   return nil
 end
 
@@ -236,6 +293,8 @@ if op == 'resume' then
   if problem then return problem end
   grow(id, #decision)
   call('HSET', key, 'decision', decision, 'dstep', step)
+  local wall, waits = read(id, 'wall', 'waits')
+  if wall and wall > 0 then call('HSET', key, 'wall', wall + now - waits) end -- waiting is not counted
   call('SET', asked, string.format('%.0f', now), 'PX', DEDUP_MS)
   queue(id, priority, counted, cancelled)
   return {'OK', row(id, WHOLE)}
@@ -263,6 +322,7 @@ if op == 'append' then
     local session = call('HGET', key, 'session')
     local known = session ~= '' and call('HGET', session_key(session), 'open') == id
     if known then
+      if #messages > 0 then sessions_drop_expired() end
       local problem = #messages > 0 and session_add(session, messages, size, session_limits, 0)
       if problem then return problem end
       session_touch(session, '')
@@ -285,18 +345,22 @@ if op == 'append' then
   elseif to == PAUSED then
     call('HSET', key, 'phase', PAUSED)
     call('ZADD', line(priority, counted), math.max(ready, now), id)
+    note_wall(id, counted)
   else
-    call('HSET', key, 'phase', to, 'wait', wait)
+    call('HSET', key, 'phase', to, 'wait', wait, 'waits', now)
     call('ZREM', line(priority, counted), id)
     call('SREM', COUNTED, id)
   end
   if to > WAITING then
     call('HSET', key, 'end', now)
-    call('ZADD', ENDED, now, call('HGET', key, 'bytes') .. ':' .. id)
+    local held = call('HGET', key, 'bytes')
+    call('HINCRBY', META, 'ended', held)
+    call('ZADD', ENDED, now, held .. ':' .. id)
+    call('ZADD', WHOLE_RUNS, now, id)
     for _, one in ipairs({key, key .. ':events'}) do call('PEXPIRE', one, kept) end
     drop_old(kept)
     if call('HINCRBY', META, 'open', -1) == 0 then
-      for _, one in ipairs({ALL, META, ENDED}) do call('PEXPIRE', one, kept + KEY_SLACK_MS) end
+      for _, one in ipairs({ALL, META, ENDED, WHOLE_RUNS}) do call('PEXPIRE', one, kept + KEY_SLACK_MS) end
     end
   end
   return {'OK', seq + number, dues()}

@@ -93,7 +93,8 @@ def _full(error: LimitError) -> SluiceError:
             )
         case RunsFullError():
             text = "The tenant's runs are at a bound."
-            return exhausted("RUNS_FULL", text, FULL_RETRY_S, metadata=metadata)
+            retry_s = error.retry_ms / 1000 or FULL_RETRY_S
+            return exhausted("RUNS_FULL", text, retry_s, metadata=metadata)
         case SessionsFullError():
             text = "The tenant's sessions are at a bound."
             return exhausted("SESSIONS_FULL", text, FULL_RETRY_S, metadata=metadata)

@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 from state_svc.adapters.valkey_link import Argument, Script, ValkeyLink, text
 from state_svc.document_ports import (
     ChunksMissingError,
+    DocumentDeletedError,
     DocumentLimits,
     GenerationReplacedError,
     RequestIdReusedError,
@@ -164,6 +165,14 @@ class ValkeyDocuments:
             if version  # deleted in between
         ]
         return states, page[-1] if len(page) == count else ""
+
+    async def abandon(
+        self, tenant: str, collection: str, document_id: str, generation: int
+    ) -> None:
+        """See :class:`state_svc.document_ports.DocumentStore`."""
+        arguments: list[Argument] = ["abandon", _chunks(tenant, ""), generation]
+        keys = _keys(tenant, collection, document_id)
+        _checked(await self._link.script(_DELETION, keys, arguments))
 
     async def store(
         self,
@@ -340,6 +349,8 @@ def _checked(reply: Any) -> Any:
             raise LimitReachedError(text(reply[1]))
         case b"REUSED":
             raise RequestIdReusedError
+        case b"DELETED":
+            raise DocumentDeletedError
         case b"REPLACED":
             raise GenerationReplacedError
         case b"MISSING":

@@ -12,6 +12,7 @@ tag than the runs, so that no script changes both. A run is never lost by that:
   again when the postponement ends. *Somebody makes a run ready between look and answer:* that write
   made the time earlier, and it stays so. *Its first write came before the look, its script after
   the answer, and it died before its second:* found when the postponement ends.
+* Who has no room for a place leaves it as it is, and so does who only peeks: others find it there.
 * A place goes only when its tenant says that no run of the class is in line (held and paused ones
   are), it was not written since, and the last write from nothing is older than :data:`UNUSED_MS`.
   A script that such a write goes before refuses to run later than :data:`LATE_MS` after it, on the
@@ -30,6 +31,8 @@ from typing import Any, Final
 
 from sluice import logs
 from state_svc.adapters.valkey_link import Argument, Script, ValkeyLink, text
+from state_svc.domain.claim_order import LAST_URGENT
+from state_svc.domain.run_values import PRIORITIES
 from state_svc.ports import StoreUnavailableError
 
 ORDERS: Final = "sluice:{runs}:orders"  # a channel: "<holder, or *> <tenant> <run>"
@@ -72,9 +75,15 @@ class ValkeyRunIndex:
         except StoreUnavailableError as error:
             log.warning("a ready run is found late", problem=str(error))
 
-    async def look(self) -> Look:
-        """Where to look now: one round trip."""
-        now, first, places = await self._run("look", PLACES_MAX, LOOK_AGAIN_MS)
+    async def look(
+        self, *, later: bool = True, without: Sequence[str] = (), peeks: bool = False
+    ) -> Look:
+        """Where to look now: one round trip. Places of tenants in ``without``, and unless ``later``
+        those of the classes after the second, are not looked at and stay as they are; so do all
+        when somebody only ``peeks``."""
+        postponed = 0 if peeks else LOOK_AGAIN_MS
+        last = PRIORITIES[-1] if later else LAST_URGENT
+        now, first, places = await self._run("look", PLACES_MAX, postponed, last, *without)
         found = [text(place).split(":", 1) for place in places]
         return Look(
             now, None if first < 0 else first, tuple((int(one), tenant) for one, tenant in found)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from sluice.fault_points import fault_point
 from state_svc.adapters.valkey_link import Argument, Script, ValkeyLink, text
 from state_svc.adapters.valkey_run_index import Look, ValkeyRunIndex
-from state_svc.domain.claim_order import ClaimOrder, shares
+from state_svc.domain.claim_order import Allowance, ClaimOrder, ClaimRoom, shares
 from state_svc.domain.run_values import (
     PRIORITIES,
     Append,
@@ -112,6 +112,7 @@ class ValkeyRuns:
             run.active_max,
             run.open_max,
             run.session_id,
+            run.wall_ms,
             run.spec,
             run.summary,
             limits.open_max,
@@ -138,7 +139,7 @@ class ValkeyRuns:
 
     async def read(self, tenant: str, run_id: str, first: int) -> EventPage:
         """See :class:`state_svc.run_ports.RunStore`."""
-        events, more, ended, last = await self._run(tenant, "read", run_id, first)
+        events, more, ended, last, first = await self._run(tenant, "read", run_id, first)
         return EventPage(first, tuple(events), bool(more), bool(ended), last)
 
     async def cancel(self, tenant: str, run_id: str) -> RunRecord:
@@ -172,31 +173,64 @@ class ValkeyRuns:
             await self._index.after_ready(tenant, record.priority, run_id)
         return record
 
-    async def claim(self, holder: str, runs_max: int, lease_ms: int) -> ClaimBatch:
-        """See :class:`state_svc.run_ports.RunStore`. One round trip when nothing is ready."""
-        look = await self._index.look()
+    async def claim(
+        self, holder: str, runs_max: int, lease_ms: int, room: ClaimRoom | None = None
+    ) -> ClaimBatch:
+        """See :class:`state_svc.run_ports.RunStore`. One round trip when nothing is ready and no
+        endings are asked for."""
+        room = room or ClaimRoom()
+        if room.endings_max:
+            ending = await self._claim_endings(holder, lease_ms, room.endings_max)
+            if ending:
+                return ClaimBatch(tuple(ending), 0)
+        if not runs_max:
+            return ClaimBatch((), NOTHING_DUE_MS)
+        # What this asker has no room for is left as it is: others look there.
+        look = await self._index.look(later=room.later_max != 0, without=room.full())
         if not look.places:
             wait = NOTHING_DUE_MS if look.next_ms is None else look.next_ms - look.now_ms
             return ClaimBatch((), max(wait, 0))
         dues: dict[tuple[int, str], int | None] = dict.fromkeys(look.places, look.now_ms)
-        claimed = await self._claim_places(holder, runs_max, lease_ms, look, dues)
+        allowance = Allowance(runs_max, room)
+        claimed = await self._claim_places(holder, allowance, lease_ms, look, dues)
         left = [
             (priority, tenant) for (priority, tenant), due in dues.items() if _is_due(due, look)
         ]
         await self._index.found(
             [(priority, tenant, due) for (priority, tenant), due in dues.items()],
             looked_ms=look.now_ms,
-            # Who looked meanwhile saw nothing of what is left.
-            nudge=(left[0][1], "-") if left else None,
+            # Who looked meanwhile saw nothing of what is left. Who has claimed nothing has no room
+            # for it, and would only call itself.
+            nudge=(left[0][1], "-") if left and claimed else None,
         )
         times = [due for due in dues.values() if due is not None]
         wait = min(times, default=look.now_ms + NOTHING_DUE_MS) - look.now_ms
         return ClaimBatch(tuple(claimed), 0 if left else max(wait, 0))
 
+    async def _claim_endings(self, holder: str, lease_ms: int, most: int) -> list[Claimed]:
+        """Runs that have only to be ended, one of each tenant and class, for who has no room for
+        more than that. Moves no place, so that others find there what they have room for."""
+        look = await self._index.look(peeks=True)
+        for priority in PRIORITIES:
+            tenants = [tenant for one, tenant in look.places if one == priority]
+            for begin in range(0, len(tenants), most):
+                asked = [(tenant, 1) for tenant in tenants[begin : begin + most]]
+                size = PAGE_BYTES // len(asked)
+                answers = await self._ask(asked, priority, holder, lease_ms, size, endings=True)
+                if claimed := [one for _, _, runs in answers for one in runs]:
+                    return claimed
+                large = [one for one, answer in zip(asked, answers, strict=True) if answer[1]]
+                if large:
+                    answers = await self._ask(
+                        large[:1], priority, holder, lease_ms, 0, endings=True
+                    )
+                    return [one for _, _, runs in answers for one in runs]
+        return []
+
     async def _claim_places(
         self,
         holder: str,
-        runs_max: int,
+        allowance: Allowance,
         lease_ms: int,
         look: Look,
         dues: dict[tuple[int, str], int | None],
@@ -208,14 +242,21 @@ class ValkeyRuns:
             waiting = [tenant for one, tenant in look.places if one == priority]
             waiting = self._order.arrange(priority, waiting)
             alone = False
-            while waiting and len(claimed) < runs_max and bytes_left > 0:
-                asked = [(waiting[0], 1)] if alone else shares(waiting, runs_max - len(claimed))
+            while bytes_left > 0 and allowance.of_class(priority) > 0:
+                waiting = [one for one in waiting if allowance.of_tenant(one, priority) > 0]
+                if not waiting:
+                    break
+                asked = (
+                    [(waiting[0], 1)] if alone else shares(waiting, allowance.of_class(priority))
+                )
+                asked = [(one, min(n, allowance.of_tenant(one, priority))) for one, n in asked]
                 most = 0 if alone else max(1, bytes_left // len(asked))  # 0: whatever its size
                 answers = await self._ask(asked, priority, holder, lease_ms, most)
                 again, too_large = [], []
                 for (tenant, share), (due, large, runs) in zip(asked, answers, strict=True):
                     dues[priority, tenant] = None if due < 0 else due
                     claimed += runs
+                    allowance.take(tenant, priority, len(runs))
                     bytes_left -= sum(_size(one.run) for one in runs)
                     if runs:
                         self._order.served(priority, tenant)
@@ -236,9 +277,11 @@ class ValkeyRuns:
         holder: str,
         lease_ms: int,
         bytes_max: int,
+        *,
+        endings: bool = False,
     ) -> Sequence[tuple[int, bool, Sequence[Claimed]]]:
         calls = [
-            self._call(tenant, "claim", holder, priority, share, lease_ms, bytes_max)
+            self._call(tenant, "claim", holder, priority, share, lease_ms, bytes_max, int(endings))
             for tenant, share in asked
         ]
         answers: list[tuple[int, bool, Sequence[Claimed]]] = []
@@ -251,8 +294,8 @@ class ValkeyRuns:
                 continue
             due, large, found = checked(reply)
             runs = [
-                Claimed(_record(tenant, text(run_id), fields), token)
-                for run_id, token, fields in found
+                Claimed(_record(tenant, text(run_id), fields), token, bool(to_end))
+                for run_id, token, fields, to_end in found
             ]
             answers.append((due, bool(large), runs))
         return answers

@@ -3,8 +3,8 @@
 Keys, all of one tenant's hash tag and owned here, below ``sluice:{<tenant>}:``. ``value:<key>``
 and ``blob:<owner>/<name>`` end with their time to live; ``blobs:<owner>`` (names) with the last of
 them; ``values:version`` after 100 days without a write, when no value is left. What is counted for
-the bounds (``values``, ``values:sizes``, ``blobs``, ``blob-sizes``) has no time to live of its
-own: each write forgets what has ended. Each change is one script: a crash leaves it done or not
+the bounds (``values``, ``values:sizes``, ``blobs``, ``blob-sizes``) ends an hour after the last of
+them; each write forgets what has ended. Each change is one script: a crash leaves it done or not
 done.
 """
 

@@ -1,7 +1,8 @@
 -- Writes or deletes values and blobs of one tenant. All keys have the tenant's hash tag.
 -- KEYS: 1 names by when they end (sorted set, ms), 2 their sizes, and under '' the sum (hash), 3 the
 -- item (a value: hash v, d; a blob: string), 4 of values the counter of versions, of blobs the names of
--- the owner (set). An item ends by itself; what is counted of it goes with the next write.
+-- the owner (set). An item ends by itself; what is counted of it goes with the next write,
+-- or an hour after the last one has ended.
 local op, prefix = ARGV[1], ARGV[2]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -27,6 +28,8 @@ local function keep()
   if sum + size > tonumber(ARGV[8]) then return {'FULL', op .. 's_bytes_max'} end
   redis.call('HSET', KEYS[2], name, size, '', sum + size)
   redis.call('ZADD', KEYS[1], now + ttl, name)
+  local last = redis.call('ZRANGE', KEYS[1], -1, -1, 'WITHSCORES')[2]
+  for i = 1, 2 do redis.call('PEXPIREAT', KEYS[i], last + 3600000) end
   return nil
 end
 

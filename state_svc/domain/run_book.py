@@ -14,14 +14,20 @@ Rules:
   lease; one whose lease lapsed while others took all places is given back by its next renewal.
   Others (turns of sessions) go first and are not counted.
 * **A cancel is never lost.** It marks the run. A holder hears of it; a run that nobody holds
-  becomes ready, uncounted, for somebody to end it; one that is given back later becomes ready at
-  once whatever it wanted to wait for.
+  becomes ready, only to be ended; one that is given back later becomes ready at once whatever it
+  wanted to wait for.
+* **Only to be ended** are cancelled runs, and queued and paused ones whose wall time is over (the
+  time that they waited for people is added). They are claimed first, are not counted, and also by
+  those who have room for nothing else.
+* **Room.** Ended runs give theirs up: first those that no repeated request can ask for any more,
+  then the events and specs of others, oldest first. What is left of these answers repeated requests
+  for a day, and never holds up the growth of a run under way.
 * **Ends are never refused** for lack of room.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from state_svc.domain.run_values import (
@@ -48,6 +54,10 @@ from state_svc.domain.session_book import PAGE_BYTES, SessionBook, size_of
 from state_svc.ports import VersionConflictError
 
 SCAN_MAX: Final = 1_000  # runs looked at for one page
+FREE, COUNTED, TO_END = 0, 1, 2
+"""Kinds of runs: not counted among the active, counted, and those that have only to be ended."""
+_KINDS: Final = (TO_END, FREE, COUNTED)
+_NOT_HELD: Final = frozenset({Phase.QUEUED, Phase.PAUSED})
 _WAITS_IN_LINE: Final = frozenset({Phase.QUEUED, Phase.PAUSED, Phase.RUNNING})
 
 
@@ -59,7 +69,8 @@ class _Run:
     due_ms: int
     size: int
     summary: bytes
-    counted: bool  # among the active
+    kind: int
+    wall_ms: int  # when its wall time is over; 0: never
     events: list[bytes] = field(default_factory=list)
     phase: Phase = Phase.QUEUED
     end_ms: int = 0
@@ -71,6 +82,14 @@ class _Run:
     holder: str = ""
     append_id: str = ""
     resumed: dict[str, int] = field(default_factory=dict)  # request ids: when
+    waits_ms: int = 0  # since when it waits for a person
+    gone: int = 0  # events that were given up
+    whole: bool = True
+
+    @property
+    def last(self) -> int:
+        """Sequence number of the last event."""
+        return self.gone + len(self.events)
 
     def record(self, *, spec: bool = True) -> RunRecord:
         new = self.new
@@ -80,7 +99,7 @@ class _Run:
             phase=self.phase,
             spec=new.spec if spec else b"",
             summary=self.summary,
-            last_sequence=len(self.events),
+            last_sequence=self.last,
             create_ms=self.create_ms,
             end_ms=self.end_ms,
             cancelled=self.cancelled,
@@ -94,7 +113,16 @@ class _Run:
         """Nobody holds it: makes it ready now."""
         self.phase, self.due_ms = Phase.QUEUED, now
         if self.cancelled:
-            self.counted = False
+            self.kind = TO_END
+
+    def trim(self) -> None:
+        """Gives up all but the summary and the last event."""
+        self.whole = False
+        last = self.events[-1:]
+        left = RUN_OVERHEAD_BYTES + len(self.summary) + size_of(last or [b""])
+        if left < self.size:
+            self.gone, self.events, self.size = self.last - 1, last, left
+            self.new, self.decision = replace(self.new, spec=b""), b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +164,14 @@ class RunBook:
         size = RUN_OVERHEAD_BYTES + len(new.spec) + len(new.summary) + size_of(new.events)
         if size > self._limits.run_bytes_max:
             raise RunFullError("run_bytes_max")
-        if not self._make_room(size, now):
-            raise RunsFullError("runs_bytes_max")
+        if not self._make_room(size, now, grows=False):
+            raise RunsFullError("runs_bytes_max", self._room_in(size, now))
         if new.session_id:
             self._sessions.begin_turn(new.session_id, new.run_id, now)
         self._number += 1
-        run = _Run(new, self._number, now, now, size, new.summary, new.active_max > 0)
+        kind = COUNTED if new.active_max else FREE
+        wall_ms = now + new.wall_ms if new.wall_ms else 0
+        run = _Run(new, self._number, now, now, size, new.summary, kind, wall_ms)
         run.events.extend(new.events)
         if new.active_max:
             self._active_max = new.active_max
@@ -171,15 +201,16 @@ class RunBook:
     def read(self, run_id: str, first: int) -> EventPage:
         """See :class:`state_svc.run_ports.RunStore`."""
         run = self._known(run_id)
+        first = max(first, run.gone + 1)
         page: list[bytes] = []
         total = 0
-        for event in run.events[first - 1 :]:
+        for event in run.events[first - 1 - run.gone :]:
             total += len(event)
             if page and total > PAGE_BYTES:
                 break
             page.append(event)
-        more = first - 1 + len(page) < len(run.events)
-        return EventPage(first, tuple(page), more, run.phase in ENDED, len(run.events))
+        more = first - 1 + len(page) < run.last
+        return EventPage(first, tuple(page), more, run.phase in ENDED, run.last)
 
     def cancel(self, run_id: str, now: int) -> tuple[RunRecord, str]:
         """See :class:`state_svc.run_ports.RunStore`; also who holds the run now, if anybody."""
@@ -205,21 +236,32 @@ class RunBook:
         run.size += len(decision)
         run.decision, run.decision_step = decision, step
         run.resumed[request_id] = now
+        if run.wall_ms:
+            run.wall_ms += now - run.waits_ms
         run.queue(now)
         return run.record()
 
     def claim(
-        self, holder: str, priority: int, runs_max: int, lease_ms: int, bytes_max: int, now: int
+        self,
+        holder: str,
+        priority: int,
+        runs_max: int,
+        lease_ms: int,
+        bytes_max: int,
+        now: int,
+        *,
+        only_to_end: bool = False,
     ) -> Claims:
-        """Ready runs of a class, uncounted ones first, then by due time: at most ``bytes_max``
-        bytes together (0: whatever their size)."""
+        """Ready runs of a class, first those that have only to be ended, then uncounted ones, then
+        by due time: at most ``bytes_max`` bytes together (0: whatever their size)."""
+        self._find_overdue(now)
         claimed: list[Claimed] = []
         total, too_large = 0, False
-        for counted in (False, True):
-            for run in self._line(priority, counted):
+        for kind in (TO_END,) if only_to_end else _KINDS:
+            for run in self._line(priority, kind):
                 if run.due_ms > now or len(claimed) == runs_max or too_large:
                     break
-                if counted and self._room(now) <= 0:
+                if kind == COUNTED and self._room(now) <= 0:
                     break
                 total += len(run.new.spec) + len(run.summary) + len(run.decision)
                 if bytes_max and total > bytes_max:
@@ -227,13 +269,13 @@ class RunBook:
                     break
                 run.token = max(run.token + 1, now)
                 run.phase, run.holder, run.due_ms = Phase.RUNNING, holder, now + lease_ms
-                claimed.append(Claimed(run.record(), run.token))
+                claimed.append(Claimed(run.record(), run.token, to_end=kind == TO_END))
         return Claims(tuple(claimed), self.due(priority, now), too_large)
 
     def due(self, priority: int, now: int) -> int | None:
         """When a run of a class may be ready next."""
-        times = [run.due_ms for run in self._line(priority, False)[:1]]
-        for run in self._line(priority, True)[:1]:
+        times = [run.due_ms for kind in (TO_END, FREE) for run in self._line(priority, kind)[:1]]
+        for run in self._line(priority, COUNTED)[:1]:
             if run.due_ms <= now and self._room(now) <= 0:
                 times.append(min(one.due_ms for one in self._active(now)))
             else:
@@ -245,7 +287,7 @@ class RunBook:
         run = self._runs.get(run_id)
         if run is None or run.phase is not Phase.RUNNING or run.token != token:
             return LeaseState(held=False, cancelled=run is not None and run.cancelled)
-        if run.counted and run.due_ms <= now and self._room(now) <= 0:
+        if run.kind == COUNTED and run.due_ms <= now and self._room(now) <= 0:
             run.queue(now)  # its place among the active has gone to another
             return LeaseState(held=False, cancelled=run.cancelled)
         run.due_ms = now + lease_ms
@@ -255,10 +297,10 @@ class RunBook:
         """See :class:`state_svc.run_ports.RunStore`."""
         run = self._known(append.lease.run_id)
         if run.append_id == append.append_id:
-            return len(run.events)
+            return run.last
         if run.phase is not Phase.RUNNING or run.token != append.lease.token:
             raise LeaseLostError
-        if append.expected_sequence != len(run.events):
+        if append.expected_sequence != run.last:
             raise VersionConflictError
         growth = size_of(append.events)
         if append.summary:
@@ -277,14 +319,14 @@ class RunBook:
         if append.events:
             run.decision, run.decision_step = b"", 0
         self._change_phase(run, append, now)
-        return len(run.events)
+        return run.last
 
     def sequence(self, run_id: str, token: int) -> int:
         """See :class:`state_svc.run_ports.RunStore`."""
         run = self._known(run_id)
         if run.phase is not Phase.RUNNING or run.token != token:
             raise LeaseLostError
-        return len(run.events)
+        return run.last
 
     def _change_phase(self, run: _Run, append: Append, now: int) -> None:
         phase = append.phase
@@ -296,7 +338,7 @@ class RunBook:
         elif run.cancelled or phase is Phase.QUEUED:
             run.queue(now)
         else:
-            run.phase, run.waiting_step = phase, append.waiting_step
+            run.phase, run.waiting_step, run.waits_ms = phase, append.waiting_step, now
             run.due_ms = max(append.ready_ms, now)
 
     def _known(self, run_id: str) -> _Run:
@@ -305,13 +347,17 @@ class RunBook:
             raise RunUnknownError
         return run
 
-    def _line(self, priority: int, counted: bool) -> list[_Run]:
+    def _find_overdue(self, now: int) -> None:
+        """Runs that nobody holds and whose time is over have only to be ended."""
+        for run in self._runs.values():
+            if run.phase in _NOT_HELD and run.kind != TO_END and 0 < run.wall_ms <= now:
+                run.kind, run.due_ms = TO_END, now
+
+    def _line(self, priority: int, kind: int) -> list[_Run]:
         line = [
             run
             for run in self._runs.values()
-            if run.phase in _WAITS_IN_LINE
-            and run.new.priority == priority
-            and run.counted is counted
+            if run.phase in _WAITS_IN_LINE and run.new.priority == priority and run.kind == kind
         ]
         return sorted(line, key=lambda run: (run.due_ms, run.new.run_id))
 
@@ -319,7 +365,7 @@ class RunBook:
         return [
             run
             for run in self._runs.values()
-            if run.phase is Phase.RUNNING and run.counted and run.due_ms > now
+            if run.phase is Phase.RUNNING and run.kind == COUNTED and run.due_ms > now
         ]
 
     def _room(self, now: int) -> int:
@@ -332,17 +378,32 @@ class RunBook:
             return
         if run.size + growth > self._limits.run_bytes_max:
             raise RunFullError("run_bytes_max")
-        if not self._make_room(growth, now):
+        if not self._make_room(growth, now, grows=True):
             raise RunFullError("runs_bytes_max")
 
-    def _make_room(self, growth: int, now: int) -> bool:
-        """Drops ended runs: those that were kept long enough, then, while it is needed, those that
-        no repeated request can ask for any more."""
+    def _make_room(self, growth: int, now: int, *, grows: bool) -> bool:
+        """Whether so many more bytes fit. Drops ended runs: those that were kept long enough, then,
+        while it is needed, those that no repeated request can ask for any more; then trims others.
+        ``grows``: it is a run under way that needs them."""
         self._drop_old(now)
+        most = self._limits.tenant_bytes_max
         old = self._ended_before(now - DEDUP_MS)
-        while (missing := self._held() + growth > self._limits.tenant_bytes_max) and old:
+        while self._held() + growth > most and old:
             del self._runs[old.pop(0).new.run_id]
-        return not missing
+        whole = [run for run in self._ended_before(now) if run.whole]
+        while self._held() + growth > most and whole:
+            whole.pop(0).trim()
+        if self._held() + growth <= most:
+            return True
+        return grows and self._held_open() + growth <= most
+
+    def _room_in(self, growth: int, now: int) -> int:
+        """Milliseconds until an ended run goes by itself, where that makes room; 0: room comes when
+        a run ends."""
+        ended = self._ended_before(now)
+        if not ended or self._held_open() + growth > self._limits.tenant_bytes_max:
+            return 0
+        return max(ended[0].end_ms + DEDUP_MS - now, 1)
 
     def _drop_old(self, now: int) -> None:
         for run in self._ended_before(now - self._limits.kept_ms):
@@ -354,6 +415,9 @@ class RunBook:
 
     def _held(self) -> int:
         return sum(run.size for run in self._runs.values())
+
+    def _held_open(self) -> int:
+        return sum(run.size for run in self._runs.values() if run.phase not in ENDED)
 
 
 def _counts_open(run: _Run) -> bool:

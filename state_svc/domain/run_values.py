@@ -37,7 +37,7 @@ class RunLimits:
     open_max: int = 2_000
     """Runs that have not ended, those that wait for people included."""
     tenant_bytes_max: int = 128 << 20
-    """All stored runs together; ended ones older than a day make room."""
+    """All stored runs together; ended ones make room."""
     events_max: int = 10_000
     """Events of a run, its end excepted."""
     run_bytes_max: int = 16 << 20
@@ -61,7 +61,8 @@ class SessionLimits:
 class NewRun:
     """A run to be stored. ``priority`` 1 to 4. ``active_max``: most runs of the tenant claimed at
     once; 0: this one is neither held back nor counted. ``open_max``: most counted runs that are
-    queued, running or paused; 0: this one is neither refused nor counted."""
+    queued, running or paused; 0: this one is neither refused nor counted. ``wall_ms``: after so
+    long, waits for people excepted, it has only to be ended; 0: never."""
 
     tenant: str
     run_id: str
@@ -73,6 +74,7 @@ class NewRun:
     active_max: int = 0
     open_max: int = 0
     session_id: str = ""
+    wall_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +115,11 @@ class LeaseState:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A run that its asker holds now."""
+    """A run that its asker holds now. ``to_end``: it has only to be ended."""
 
     run: RunRecord
     token: int
+    to_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,8 @@ class RunPage:
 
 @dataclass(frozen=True, slots=True)
 class EventPage:
-    """Events from ``first`` on. ``ended``: whether the run has; with ``more`` False then these are
+    """Events from ``first`` on, which is later than asked for where earlier ones of an ended run
+    were given up. ``ended``: whether the run has; with ``more`` False then these are
     its last ones. ``last``: sequence number of its last event."""
 
     first: int
@@ -211,7 +215,11 @@ class LimitError(Exception):
 
 
 class RunsFullError(LimitError):
-    """The tenant's runs."""
+    """The tenant's runs. ``retry_ms``: when an ended one goes that makes room; 0: not known."""
+
+    def __init__(self, limit: str, retry_ms: int | str = 0) -> None:
+        super().__init__(limit)
+        self.retry_ms = int(retry_ms)
 
 
 class RunFullError(LimitError):

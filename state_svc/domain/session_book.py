@@ -172,6 +172,7 @@ class SessionBook:
                 raise SessionUnknownError
             return
         if messages:
+            self._drop_expired(now)
             self._add(session, messages, now)
         session.open_run = ""
         session.expire_ms = now + session.ttl_ms

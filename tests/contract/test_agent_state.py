@@ -21,6 +21,7 @@ from agent_svc.adapters.task_run import Manner
 from agent_svc.adapters.worker import Limits, Worker
 from agent_svc.domain.ending import Rules
 from agent_svc.domain.model import CallId, Event, ToolCall, Waiting, WaitReason
+from agent_svc.domain.slots import SHARES, room
 from agent_svc.domain.tool_format import Options
 from agent_svc.run_ports import Append, LeaseKey, Model, Spec
 from sluice.errors import SluiceError
@@ -242,10 +243,10 @@ async def test_a_dead_agents_run_is_taken_over(rig: Rig) -> None:
 async def test_an_agent_whose_lease_is_lost_is_told_so_by_every_call(rig: Rig) -> None:
     runs = StateRuns(rig.channel, 3.0)
     await rig.create()
-    old = (await runs.claim("a", 1, 1.0)).runs[0]
+    old = (await runs.claim("a", room(SHARES, 1, {}, 0, 1), 1.0)).runs[0]
     assert [one.held for one in await runs.renew([old.lease], 1.0)] == [True]
     await asyncio.sleep(1.2)
-    new = (await runs.claim("b", 1, 60.0)).runs[0]
+    new = (await runs.claim("b", room(SHARES, 1, {}, 0, 1), 60.0)).runs[0]
     assert new.lease.token > old.lease.token
     assert [one.held for one in await runs.renew([old.lease, new.lease], 60.0)] == [False, True]
     question = Waiting(2, WaitReason.APPROVAL, ToolCall(CallId("c"), "find", "{}"))

@@ -19,6 +19,7 @@ from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.document_ports import (
     ChunksMissingError,
     ChunkSource,
+    DocumentDeletedError,
     DocumentLimits,
     DocumentStore,
     GenerationReplacedError,
@@ -114,9 +115,10 @@ async def test_the_same_request_makes_one_generation(store: Store) -> None:
     await store.store("a", "c", "x", first.generation, [a_chunk(0)], 2, 1)
     again = await store.put("a", "c", "x", draft, request)
     assert (again.generation, again.ready, again.chunk_count) == (first.generation, True, 1)
-    # Also when it is gone meanwhile: a late repetition brings nothing back.
+    # When it is gone meanwhile, a late repetition brings nothing back and says so.
     await store.delete("a", "c", "x")
-    assert (await store.put("a", "c", "x", draft, request)).generation == first.generation
+    with pytest.raises(DocumentDeletedError):
+        await store.put("a", "c", "x", draft, request)
     assert await store.get("a", "c", "x") is None
     assert (await store.put("b", "c", "x", draft, request)).generation  # another tenant's id
 
@@ -246,6 +248,26 @@ async def test_a_small_change_is_read_whole_and_a_large_one_not(store: Store) ->
     }
     assert await store.small_change("a", "c", head.version, 2, 3) is None
     assert await store.small_change("a", "c", head.version, 3, 2) is None
+
+
+async def test_a_generation_that_is_given_up_leaves_the_earlier_one_and_holds_nothing(
+    store: Store,
+) -> None:
+    first = await ingest(store, "x", "one")
+    second = await put(store, "x", b"next")
+    room = [a_chunk(n) for n in range(LIMITS.chunks_max - 1)]
+    await store.store("a", "c", "x", second.generation, room, 2, None)
+    with pytest.raises(LimitReachedError):
+        await ingest(store, "y", "other")
+    for generation in (first.generation, second.generation + 1):  # live; not there
+        await store.abandon("a", "c", "x", generation)
+    with pytest.raises(LimitReachedError):
+        await ingest(store, "z", "other")
+    await store.abandon("a", "c", "x", second.generation)
+    await ingest(store, "y", "other")
+    assert await live_documents(store) == {"x": 1, "y": 1}
+    await store.abandon("b", "c", "x", second.generation)  # nothing of another tenant's
+    await store.abandon("a", "c", "unknown", 1)
 
 
 async def test_a_collection_made_anew_is_another(store: Store) -> None:

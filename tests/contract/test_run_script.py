@@ -106,6 +106,7 @@ class Histories:
             events=tuple(b"e" * rng.choice((1, 50)) for _ in range(rng.choice((1, 1, 2, 13)))),
             priority=rng.choice((1, 2, 2, 4)),
             active_max=rng.choice((0, 2, 2, 3)),
+            wall_ms=rng.choice((0, 0, 3_000, 70_000)),
             open_max=rng.choice((0, 3, 5)),
             session_id=rng.choice((*self.sessions[-4:], "", "", "")),
         )
@@ -123,15 +124,19 @@ class Histories:
     async def do_claim(self) -> None:
         priority, most = self._rng.choice((1, 2, 2, 4)), self._rng.choice((1, 3))
         size = self._rng.choice((0, 4_000, 10**6))
+        only = self._rng.random() < 0.2
 
         async def claim(stores: Stores) -> Any:
             if isinstance(stores.runs, MemoryRuns):
                 book = stores.runs._tenants.runs(TENANT)
-                found = book.claim("h", priority, most, LEASE_MS, size, stores.now_ms)
+                now = stores.now_ms
+                found = book.claim("h", priority, most, LEASE_MS, size, now, only_to_end=only)
                 due = -1 if found.due_ms is None else found.due_ms
                 return due, found.too_large, list(found.runs)
             assert isinstance(stores.runs, ValkeyRuns)
-            return (await stores.runs._ask([(TENANT, most)], priority, "h", LEASE_MS, size))[0]
+            asked = [(TENANT, most)]
+            answers = await stores.runs._ask(asked, priority, "h", LEASE_MS, size, endings=only)
+            return answers[0]
 
         self.claims += (await self.both(claim))[2]
 

@@ -365,3 +365,41 @@ async def test_a_session_over_the_wire(service: Service) -> None:
     assert [one.version for one in listed.sessions] == [3]
     await sessions.DeleteSession(delete)
     assert await refusal(sessions.GetSession(get)) == ("NOT_FOUND", "SESSION_UNKNOWN")
+
+
+async def test_a_claim_brings_along_what_there_is_room_for(service: Service) -> None:
+    for tenant in ("a", "a", "b"):
+        await service.runs.CreateRun(create(tenant, active_max=0))
+    service.stores.wait(1)
+    asked = runs_pb2.ClaimRunsRequest(
+        holder="agent:1",
+        runs_max=8,
+        lease=LEASE,
+        tenant_runs_max=1,
+        tenants=[runs_pb2.TenantRoom(tenant="b", runs_max=0)],
+    )
+    found = await service.runs.ClaimRuns(asked)
+    assert [(one.run.tenant, one.to_end) for one in found.runs] == [("a", False)]
+    made = (await service.runs.CreateRun(create("c"))).run
+    await service.runs.CancelRun(
+        runs_pb2.CancelRunRequest(tenant="c", run_id=made.run_id, request_id=new_id())
+    )
+    service.stores.wait(1)
+    ending = runs_pb2.ClaimRunsRequest(holder="agent:1", lease=LEASE, endings_max=2)
+    found = await service.runs.ClaimRuns(ending)
+    assert [(one.run.run_id, one.to_end) for one in found.runs] == [(made.run_id, True)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"runs_max": 0},
+        {"runs_max": 65},
+        {"runs_max": 1, "endings_max": 65},
+        {"runs_max": 1, "tenants": [{"tenant": "", "runs_max": 1}]},
+        {"runs_max": 1, "tenants": [{"tenant": f"t{n}", "runs_max": 1} for n in range(1_025)]},
+    ],
+)
+async def test_a_claim_out_of_its_ranges_is_refused(service: Service, fields: Any) -> None:
+    request = runs_pb2.ClaimRunsRequest(holder="agent:1", lease=LEASE, **fields)
+    assert await refusal(service.runs.ClaimRuns(request)) == ("INVALID_ARGUMENT", "INVALID_FIELD")

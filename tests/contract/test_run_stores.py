@@ -475,11 +475,11 @@ async def test_ended_runs_go_after_their_time_and_give_their_room_back(stores: S
         ended.append(claimed.run.run_id)
     stores.wait(LIMITS.kept_ms - 1_000)
     assert len((await stores.runs.page("a", 10)).runs) == 3
-    await stores.queue(spec=b"x" * 90_000)
-    with pytest.raises(RunsFullError):
+    for _ in range(2):  # for which the events of the ended ones make room
         await stores.queue(spec=b"x" * 90_000)
+    assert len((await stores.runs.page("a", 10)).runs) == 5
     stores.wait(2_000)
-    for _ in range(3):
+    for _ in range(2):
         await stores.queue(spec=b"x" * 90_000)
     for run_id in ended:
         with pytest.raises(RunUnknownError):

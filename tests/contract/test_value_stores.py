@@ -92,10 +92,20 @@ async def test_of_writers_at_once_exactly_one_wins(stores: Stores) -> None:
     assert sum(await asyncio.gather(*(write(n) for n in range(20)))) == 1
 
 
+async def pttl(link: ValkeyLink, key: str) -> int:
+    """Milliseconds that a key has left; negative: no end."""
+    return int(await link.run(lambda client: client.pttl(key)))
+
+
 async def test_values_and_blobs_end_with_their_time(stores: Stores) -> None:
     for n in range(5):
         await stores.values.put("a", f"k{n}", b"x" * 100, 30)
         await stores.blobs.put("a", "run", f"b{n}", b"x" * 100, 30)
+    if stores.link is not None:  # so does what is counted of them, somewhat later
+        for name in ("values", "values:sizes", "blobs", "blob-sizes"):
+            key = f"sluice:{{a}}:{name}"
+            left_ms = await pttl(stores.link, key)
+            assert 0 < left_ms <= 3_600_030
     await stores.blobs.put("b", "run", "b", b"", LONG_MS)
     await asyncio.sleep(0.06)
     assert await stores.values.get("a", "k0") is None

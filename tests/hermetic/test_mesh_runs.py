@@ -172,8 +172,8 @@ async def test_the_same_over_http_one_event_a_line(client: MeshClient) -> None:
     [
         ({"task": "x", "request_id": "no"}, 400, "INVALID_FIELD", "request_id"),
         ({"task": "x", "budget": {"steps_max": 0}}, 400, "INVALID_FIELD", "budget.steps_max"),
-        ({"task": "x", "tools": ["other"]}, 403, "TOOL_NOT_ALLOWED", ""),
-        ({"task": "x", "model": "other"}, 404, "MODEL_UNKNOWN", ""),
+        ({"task": "x", "tools": ["other"]}, 403, "TOOL_NOT_ALLOWED", "tools[0]"),
+        ({"task": "x", "model": "other"}, 404, "MODEL_UNKNOWN", "model"),
         ({"task": "x", "session_id": fresh()}, 404, "SESSION_UNKNOWN", ""),
     ],
 )

@@ -27,6 +27,7 @@ from agent_svc.domain.model import (
     ToolInfo,
     Waiting,
 )
+from agent_svc.domain.slots import SHARES, Shares, room
 from agent_svc.ports import ToolError
 from agent_svc.run_ports import DocumentContent, IngestSpec, Phase, Spec
 from sluice.clock import run_virtual
@@ -163,6 +164,7 @@ async def test_a_run_with_tools_that_needed_none_says_what_their_offer_cost(worl
 
 @virtual
 async def test_two_hundred_runs_are_worked_off_at_once(world: World) -> None:
+    world.limits = replace(world.limits, shares=Shares(1.0, 0.0))
     world.script.replies = list(TWO_STEPS)
     world.script.model_s = 5.0
     runs = [world.run(f"r{number}") for number in range(300)]
@@ -584,7 +586,7 @@ async def test_an_agent_that_stood_still_does_nothing_more_for_a_run_that_was_ta
     # It stands still: nobody renews, and its tasks go on only later.
     held = next(iter(zombie.worker._held.values()))
     run.due = world.clock() - 1
-    claims = await world.state.claim("agent-9", 1, 60.0)
+    claims = await world.state.claim("agent-9", room(SHARES, 1, {}, 0, 1), 60.0)
     assert len(claims.runs) == 1
     await asyncio.sleep(10)
     assert held.lost
@@ -825,6 +827,8 @@ async def test_an_ingest_can_be_cancelled_and_handed_over_between_batches(world:
     world.state.cancel(run)
     assert await world.until(lambda: run.phase is Phase.CANCELLED) < 0.2
     assert not world.state.complete
+    # What was stored of it counts no more.
+    await world.until(lambda: not world.state.chunks, 0.1)
 
 
 @virtual

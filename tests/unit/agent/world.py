@@ -35,6 +35,7 @@ from agent_svc.domain.model import (
     RunId,
     ToolInfo,
 )
+from agent_svc.domain.slots import Room
 from agent_svc.domain.tool_format import Options
 from agent_svc.ports import ToolContext, ToolError, ToolResult
 from agent_svc.run_ports import (
@@ -58,7 +59,7 @@ from agent_svc.run_ports import (
     Written,
 )
 from sluice import context as calling
-from sluice.errors import Code, SluiceError, unavailable
+from sluice.errors import Code, SluiceError, exhausted, unavailable
 
 UNIX_S = 1_700_000_000.0
 POLL_S = 0.5
@@ -91,6 +92,9 @@ class Run:
     summary: Summary | None = None
     last_append: str = ""
     claims: int = 0
+    priority: int = 2
+    waits_s: float = 0.0  # since when it waits for a person
+    waited_s: float = 0.0
 
     @property
     def kinds(self) -> list[Kind]:
@@ -118,17 +122,25 @@ class MemoryState:
         self.orders_down = False
         self.lost_replies = 0
         self.refuse: SluiceError | None = None  # what the next append with events hears
+        self.session_refusal: SluiceError | None = None  # of appends that bring a session messages
+        self.full = False  # STORE_FULL for appends that keep the lease
         self.calls: Counter[str] = Counter()
         self._orders: dict[str, asyncio.Queue[Order]] = {}
 
     # What schedulers do.
 
     def create(
-        self, run_id: str, spec: Spec | None, *, tenant: str = "t", session: str = ""
+        self,
+        run_id: str,
+        spec: Spec | None,
+        *,
+        tenant: str = "t",
+        session: str = "",
+        priority: int = 2,
     ) -> Run:
         """Stores a run."""
         run = Run(tenant, RunId(run_id), spec, round(UNIX_S + self.clock(), 6), session)
-        run.due = self.clock()
+        run.due, run.priority = self.clock(), priority
         run.events.append(Event(1, run.create_s, Queued("ALLOWED")))
         self.runs[tenant, run.run_id] = run
         self._tell(run, cancelled=False)
@@ -149,6 +161,7 @@ class MemoryState:
         assert run.phase is Phase.WAITING
         assert run.waiting_step == decision.step
         run.decision = decision
+        run.waited_s += self.clock() - run.waits_s
         run.phase, run.due = Phase.QUEUED, self.clock()
         self._tell(run, cancelled=False)
 
@@ -165,27 +178,48 @@ class MemoryState:
         if self.down or call in self.refused_calls:
             raise unavailable("STATE_UNREACHABLE", "x")
 
-    async def claim(self, holder: str, runs_max: int, lease_s: float) -> Claims:
+    async def claim(self, holder: str, room: Room, lease_s: float) -> Claims:
         await self._network("claim")
         now = self.clock()
+        ready = [run for run in self.runs.values() if run.phase in READY and run.due <= now]
+        over = [run for run in ready if self._only_to_end(run)][: room.endings]
+        if over:
+            return Claims(tuple(self._take(run, holder, lease_s) for run in over), 0.05)
         claimed: list[Claimed] = []
-        for run in list(self.runs.values()):
-            if len(claimed) < runs_max and run.phase in READY and run.due <= now:
-                run.token += 1
-                run.claims += 1
-                run.holder, run.phase, run.due = holder, Phase.RUNNING, now + lease_s
-                claimed.append(
-                    Claimed(
-                        LeaseKey(run.tenant, run.run_id, run.token),
-                        run.spec,
-                        run.create_s,
-                        len(run.events),
-                        run.cancelled,
-                        run.decision,
-                        run.session_id,
-                    )
-                )
+        taken: Counter[str] = Counter()
+        later = 0
+        for run in ready:
+            most = room.tenants.get(run.tenant, room.tenant)
+            if len(claimed) == room.runs or taken[run.tenant] >= most:
+                continue
+            if run.priority > 2 and later >= room.later:
+                continue
+            later += run.priority > 2
+            taken[run.tenant] += 1
+            claimed.append(self._take(run, holder, lease_s))
         return Claims(tuple(claimed), POLL_S)
+
+    def _only_to_end(self, run: Run) -> bool:
+        if run.phase is Phase.RUNNING:
+            return False
+        spent_s = UNIX_S + self.clock() - run.create_s - run.waited_s
+        return run.cancelled or (run.spec is not None and spent_s > run.spec.budget.wall_time_s)
+
+    def _take(self, run: Run, holder: str, lease_s: float) -> Claimed:
+        to_end = self._only_to_end(run)
+        run.token += 1
+        run.claims += 1
+        run.holder, run.phase, run.due = holder, Phase.RUNNING, self.clock() + lease_s
+        return Claimed(
+            LeaseKey(run.tenant, run.run_id, run.token),
+            run.spec,
+            run.create_s,
+            len(run.events),
+            run.cancelled,
+            run.decision,
+            run.session_id,
+            to_end,
+        )
 
     def _held(self, lease: LeaseKey) -> Run:
         run = self.runs[lease.tenant, lease.run_id]
@@ -223,6 +257,10 @@ class MemoryState:
             if self.refuse is not None and append.events:
                 refusal, self.refuse = self.refuse, None
                 raise refusal
+            if self.session_refusal is not None and append.session_messages:
+                raise self.session_refusal
+            if self.full and append.phase is Phase.RUNNING:
+                raise exhausted("STORE_FULL", "x", 10.0)
             self._apply(run, append)
         if self.lost_replies:
             self.lost_replies -= 1
@@ -242,7 +280,7 @@ class MemoryState:
         if append.phase is Phase.RUNNING:
             return
         run.phase, run.holder = append.phase, ""
-        run.waiting_step = append.waiting_step
+        run.waiting_step, run.waits_s = append.waiting_step, self.clock()
         if append.phase is Phase.PAUSED:
             run.due = append.ready_s - UNIX_S
         elif append.phase is Phase.QUEUED:
@@ -286,6 +324,11 @@ class MemoryState:
         if total is not None:
             assert sorted(self.chunks) == list(range(total))
             self.complete = True
+
+    async def abandon(self, tenant: str, spec: IngestSpec) -> None:
+        await self._network("abandon")
+        if not self.complete:
+            self.chunks.clear()
 
     async def agent_not_needed(self, tenant: str, run_id: RunId, model: str) -> None:
         await self._network("usage")

@@ -35,3 +35,4 @@ def test_a_model_that_is_not_there_is_named_in_the_message(
     assert (raised.value.code, raised.value.reason) == (Code.NOT_FOUND, "MODEL_UNKNOWN")
     assert raised.value.message == f"no such model for this tenant: {shown}"
     assert raised.value.metadata == {"model": name}
+    assert [one.field for one in raised.value.fields] == ["model"]
