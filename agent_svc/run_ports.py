@@ -218,8 +218,8 @@ class TextChunk(Protocol):
     def end_byte(self) -> int: ...
 
 
-Chunks = Callable[[bytes, str], Awaitable[Sequence[TextChunk]]]
-"""Content and media type to chunks, always the same. Raises SluiceError for what cannot be read."""
+Chunks = Callable[[str, bytes, str], Awaitable[Sequence[TextChunk]]]
+"""Tenant, content and media type to chunks, always the same. SluiceError for what cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)

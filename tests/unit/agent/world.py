@@ -539,7 +539,7 @@ class Line:
     end_byte: int
 
 
-async def chunks_of(content: bytes, media_type: str) -> list[Line]:
+async def chunks_of(tenant: str, content: bytes, media_type: str) -> list[Line]:
     """A chunk for each line."""
     await asyncio.sleep(0.01)
     return [
