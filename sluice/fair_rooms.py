@@ -1,9 +1,11 @@
-"""A bounded number of rooms for work at once, shared out fairly among tenants.
+"""A bounded amount of something (work at once, bytes in flight), shared out fairly among tenants.
 
-A tenant has at most ``tenant_max`` of them, so that what one tenant does in all of its own never
-makes others wait for a room while there is another; beyond that tenants are served in turn, each in
-its own order. A room is handed over to who waits before anybody new may take it. For one event
-loop.
+A tenant has at most ``tenant_max`` of it, so that what one tenant does with all of its share never
+makes others wait while there is more; beyond that tenants are served in turn, each in its own
+order, and what becomes free goes to who waits before anybody new may take it. With
+``first_always`` a tenant that has nothing is never made to wait, also beyond the total: then the
+bound is the total and one piece for each tenant, and a piece may be larger than a share. For one
+event loop.
 """
 
 from __future__ import annotations
@@ -15,70 +17,90 @@ from contextlib import asynccontextmanager
 
 
 class FairRooms:
-    """See the module's docstring. ``tenant_max``: at most ``rooms``."""
+    """See the module's docstring."""
 
-    def __init__(self, rooms: int, tenant_max: int) -> None:
-        self._free = rooms
+    def __init__(self, total: int, tenant_max: int, *, first_always: bool = False) -> None:
+        self._free = total
         self._tenant_max = tenant_max
+        self._first_always = first_always
         self._held: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # tenants in their turn
+        # Tenants in their turn; what each waits for, and who is told.
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
 
     @asynccontextmanager
-    async def room(self, tenant: str) -> AsyncIterator[None]:
-        """A room for the time of the block; waits for it without a bound."""
-        await self._enter(tenant)
+    async def room(self, tenant: str, size: int = 1) -> AsyncIterator[None]:
+        """Room for the time of the block; waits for it without a bound."""
+        await self.enter(tenant, size)
         try:
             yield
         finally:
-            self._leave(tenant)
+            self.leave(tenant, size)
 
-    async def _enter(self, tenant: str) -> None:
-        # Those who wait while a room is free are tenants that have all of theirs.
-        if self._may(tenant) and tenant not in self._waiting:
-            self._take(tenant)
+    def held(self, tenant: str) -> int:
+        """What a tenant has now."""
+        return self._held[tenant]
+
+    def enter_now(self, tenant: str, size: int = 1) -> bool:
+        """Takes room if there is some, and the tenant does not wait for more already. There is
+        always room for nothing."""
+        if not size:
+            return True
+        if tenant in self._waiting or not self._fits(tenant, size):
+            return False
+        self._take(tenant, size)
+        return True
+
+    async def enter(self, tenant: str, size: int = 1) -> None:
+        """Takes room, and waits for it."""
+        if self.enter_now(tenant, size):
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(granted)
+        self._waiting.setdefault(tenant, deque()).append((size, granted))
         try:
             await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():
-                self._leave(tenant)  # it had come already
+                self.leave(tenant, size)  # it had come already
             else:
-                self._forget(tenant, granted)
+                self._pass_on()  # who came behind it may have waited for it alone
             raise
 
-    def _may(self, tenant: str) -> bool:
-        return self._free > 0 and self._held[tenant] < self._tenant_max
-
-    def _take(self, tenant: str) -> None:
-        self._free -= 1
-        self._held[tenant] += 1
-
-    def _leave(self, tenant: str) -> None:
-        self._free += 1
-        self._held[tenant] -= 1
+    def leave(self, tenant: str, size: int = 1) -> None:
+        """Gives room back."""
+        if not size:
+            return
+        self._free += size
+        self._held[tenant] -= size
         if not self._held[tenant]:
             del self._held[tenant]
-        self._pass_on()
+        if self._waiting:
+            self._pass_on()
+
+    def _fits(self, tenant: str, size: int) -> bool:
+        held = self._held[tenant]
+        if self._first_always and not held:
+            return True
+        return size <= self._free and held + size <= self._tenant_max
+
+    def _take(self, tenant: str, size: int) -> None:
+        self._free -= size
+        self._held[tenant] += size
 
     def _pass_on(self) -> None:
-        """Gives the room that has become free to the next one who may have it."""
-        for name, queue in list(self._waiting.items()):
-            while queue and queue[0].cancelled():
-                queue.popleft()
-            if not queue:
-                del self._waiting[name]
-            elif self._may(name):
-                self._take(name)
-                queue.popleft().set_result(None)
-                del self._waiting[name]
-                if queue:
-                    self._waiting[name] = queue  # behind all others
-                return
-
-    def _forget(self, tenant: str, granted: asyncio.Future[None]) -> None:
-        queue = self._waiting.get(tenant)
-        if queue is not None and granted in queue:
-            queue.remove(granted)
-            self._pass_on()  # who came behind it may have waited for it alone
+        """Gives what is free to those who wait and may have it, one piece a tenant and turn."""
+        passed = True
+        while passed:
+            passed = False
+            for tenant, queue in list(self._waiting.items()):
+                while queue and queue[0][1].done():  # it went away
+                    queue.popleft()
+                if not queue:
+                    del self._waiting[tenant]
+                elif self._fits(tenant, queue[0][0]):
+                    size, granted = queue.popleft()
+                    self._take(tenant, size)
+                    granted.set_result(None)
+                    passed = True
+                    del self._waiting[tenant]
+                    if queue:
+                        self._waiting[tenant] = queue  # behind all others

@@ -107,7 +107,7 @@ class MemoryFeed:
             if text is None:
                 inbox.again()
             else:
-                inbox.put(text)
+                inbox.put(text, len(text.text))
 
     def ready(self) -> None:
         """A run became ready."""
@@ -144,9 +144,11 @@ class MemoryRuns:
         """See :class:`state_svc.run_ports.RunStore`."""
         return self._tenants.runs(tenant).page(size, before, phase)
 
-    async def read(self, tenant: str, run_id: str, first: int) -> EventPage:
+    async def read(
+        self, tenant: str, run_id: str, first: int, bytes_max: int = PAGE_BYTES
+    ) -> EventPage:
         """See :class:`state_svc.run_ports.RunStore`."""
-        return self._tenants.runs(tenant).read(run_id, first)
+        return self._tenants.runs(tenant).read(run_id, first, bytes_max)
 
     async def cancel(self, tenant: str, run_id: str) -> RunRecord:
         """See :class:`state_svc.run_ports.RunStore`."""

@@ -196,8 +196,8 @@ local phase, seq, token, priority, counted, cancelled, bytes = read(id, 'phase',
 if op == 'get' then return {'OK', row(id, WHOLE)} end
 
 if op == 'read' then
-  local first = int()
-  local found = page(key .. ':events', first - 1, math.max(seq - first + 1, 0))
+  local first, most = int(), int()
+  local found = page(key .. ':events', first - 1, math.max(seq - first + 1, 0), most)
   return {'OK', found, first - 1 + #found < seq and 1 or 0, phase > WAITING and 1 or 0, seq}
 end
 

@@ -65,18 +65,44 @@ def test_tenants_that_wait_are_served_in_turn() -> None:
 def test_who_goes_away_while_waiting_takes_no_room() -> None:
     async def scenario() -> None:
         work = Work(FairRooms(1, 1))
-        first = work.start("a", 1.0)
-        await asyncio.sleep(0.1)
+        await work.rooms.enter("a")
         left = [work.start("b", 1.0) for _ in range(2)]
         last = work.start("c", 1.0)
         await asyncio.sleep(0.1)
         left[0].cancel()
-        await first
-        left[1].cancel()  # at the very moment at which the room is given to it
+        work.rooms.leave("a")
+        left[1].cancel()  # the room was given to it in this very step
         await last
         await asyncio.gather(*left, return_exceptions=True)
-        assert [tenant for tenant, _ in work.began] == ["a", "c"]
+        assert [tenant for tenant, _ in work.began] == ["c"]
         await work.start("b", 1.0)
         assert not work.rooms._waiting and not work.rooms._held
+
+    run_virtual(scenario())
+
+
+def test_sizes_count_and_a_tenant_without_any_never_waits() -> None:
+    async def scenario() -> None:
+        rooms = FairRooms(10, 6, first_always=True)
+        assert rooms.enter_now("a", 6) and rooms.enter_now("b", 4)
+        assert not rooms.enter_now("a") and not rooms.enter_now("b")
+        assert rooms.enter_now("c", 20)  # alone beyond every bound, once
+        assert not rooms.enter_now("c")
+        order: list[str] = []
+
+        async def wait(name: str, tenant: str, size: int) -> None:
+            await rooms.enter(tenant, size)
+            order.append(name)
+
+        tasks = [asyncio.ensure_future(wait(*one)) for one in (("b1", "b", 2), ("b2", "b", 1))]
+        await asyncio.sleep(0.1)
+        rooms.leave("c", 20)
+        assert not rooms.held("c")
+        rooms.leave("a", 6)
+        await asyncio.sleep(0.1)
+        assert order == ["b1"] and rooms.held("b") == 6
+        rooms.leave("b", 4)
+        await asyncio.gather(*tasks)
+        assert order == ["b1", "b2"] and rooms.held("b") == 3
 
     run_virtual(scenario())
