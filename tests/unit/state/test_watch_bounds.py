@@ -176,7 +176,7 @@ def test_small_events_and_words_never_wait() -> None:
         await world.texts.publish(lease, 2, 1, "word", replaces=False)
         assert await waiting == Words(1, "word", True)
         # What is large is left out while there is no room, and comes whole with the next.
-        large = "l" * (2 * SMALL_BYTES)
+        large = "l" * (PAGE_BYTES // 5)  # less than an inbox holds, more than there is room for
         waiting = asyncio.ensure_future(anext(watch))
         await asyncio.sleep(0)
         await world.texts.publish(lease, 2, 1, large, replaces=False)
