@@ -182,8 +182,9 @@ class Runs(Protocol):
     async def append(self, lease: LeaseKey, append: Append) -> int:
         """Stores events; their bytes as stored."""
 
-    async def publish(self, lease: LeaseKey, step: int, text: str, *, replaces: bool) -> None:
-        """Passes text of the running model call to those who watch."""
+    async def publish(self, lease: LeaseKey, step: int, text: str, *, replaces: bool) -> bool:
+        """Passes text of the running model call to those who watch. True: what came before it is
+        lost on the way; all of it is wanted again."""
 
     def orders(self, holder: str) -> AsyncIterator[Order | None]:
         """Orders as they come. None says that the watch is set: what came before may be missed."""

@@ -110,10 +110,10 @@ class TextStore(Protocol):
 
     async def publish(
         self, lease: Lease, sequence: int, step: int, text: str, *, replaces: bool
-    ) -> None:
+    ) -> bool:
         """Adds text, or begins anew with another step or token or when it ``replaces``. A smaller
-        token than the last one changes nothing. Beyond :data:`TEXT_BYTES_MAX` it
-        passes on and keeps no more."""
+        token than the last one changes nothing. Beyond :data:`TEXT_BYTES_MAX` it passes on and
+        keeps no more. False: what it was to be added to is not known here any more."""
 
     async def whole(self, tenant: str, run_id: str) -> LiveText | None:
         """The text of the current version from offset 0: all of it where it is published, elsewhere

@@ -238,8 +238,10 @@ class RunServicer(runs_pb2_grpc.RunServiceServicer):
         _check_bytes(text.text.encode(), TEXT_BYTES_MAX, "text.text")
         with store_errors():
             sequence = await self._store.sequence(lease)
-            await self._texts.publish(lease, sequence, text.step, text.text, replaces=text.replaces)
-        return runs_pb2.PublishTextResponse()
+            is_whole = await self._texts.publish(
+                lease, sequence, text.step, text.text, replaces=text.replaces
+            )
+        return runs_pb2.PublishTextResponse(whole_wanted=not is_whole)
 
     async def WatchOrders(
         self, request: runs_pb2.WatchOrdersRequest, context: Any
