@@ -220,7 +220,7 @@ class TextChunk(Protocol):
 
 
 Chunks = Callable[[str, bytes, str], Awaitable[Sequence[TextChunk]]]
-"""Tenant, content and media type to chunks, always the same. SluiceError for what cannot be read."""
+"""Tenant, content and media type to chunks, always the same. SluiceError: it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)

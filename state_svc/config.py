@@ -108,8 +108,8 @@ class StateConfig:
         unit="bytes",
         ge=1 << 20,
         le=1 << 40,
-        help="Events and text that watchers of runs have not taken yet, each held about three times;"
-        " a quarter per tenant. Those that find no room wait.",
+        help="Events and text that watchers of runs have not taken yet, each held about three"
+        " times; a quarter per tenant. Those that find no room wait.",
     )
     sessions_max: int = setting(
         10000, unit="sessions", ge=1, le=1000000, help="Sessions of a tenant."

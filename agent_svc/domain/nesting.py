@@ -3,9 +3,9 @@
 Parsers of HTML and Markdown take time and memory that grow with the square of the depth; what is
 deeper than any document for readers is refused here at the price of reading it. HTML is read as the
 tokenizer of the HTML standard reads it (comments, raw text, quoted values); what ends by itself
-(``p``, ``li``, ``td``) does not count, and what a closing tag leaves open is closed with it, so that
-careless documents pass. It is a bound on cost, not a parser: what it lets through is bounded by the
-limits of the process that parses.
+(``p``, ``li``, ``td``) does not count, and what a closing tag leaves open is closed with it, so
+that careless documents pass. It is a bound on cost, not a parser: what it lets through is bounded
+by the limits of the process that parses.
 """
 
 from __future__ import annotations

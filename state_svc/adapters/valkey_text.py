@@ -2,9 +2,9 @@
 by pub/sub.
 
 Nothing is written for a message: a store that logs every write before it answers would log each
-piece of every answer. Every :data:`STORE_S` at most, the whole text of a run goes into one key of
-the volatile store, gone :data:`KEPT_S` after the last: newcomers on other replicas read it, and
-what came since then when it comes. A process that begins anew does not know what was published
+piece of every answer. A text that takes longer than :data:`STORE_S` goes whole into one key of the
+volatile store, at most so often, gone :data:`KEPT_S` after the last: newcomers on other replicas
+read it, and what came since then when it comes. A process that begins anew does not know what was published
 before: it says so to the agent, which sends all of it again. For one event loop.
 """
 
@@ -48,9 +48,9 @@ class _Kept:
     sequence: int
     step: int
     touched_s: float
+    stored_s: float  # or when it began: what is over sooner is never written
     size: int = 0
     text: bytearray = field(default_factory=bytearray)
-    stored_s: float = float("-inf")
 
     def shown(self) -> LiveText:
         """The text from its beginning."""
@@ -87,7 +87,8 @@ class ValkeyTexts:
         if stamp:
             version = max(stamp, known.version + 1 if known is not None else 0)
             self._drop(channel)
-            known = _Kept(lease.token, version, sequence, step, self._clock())
+            now_s = self._clock()
+            known = _Kept(lease.token, version, sequence, step, now_s, now_s)
             self._keep(channel, known)
         assert known is not None
         message = self._add(channel, known, sequence, text.encode())

@@ -70,10 +70,11 @@ async def test_a_message_is_no_write_to_the_store(world: World) -> None:
     for n in range(200):
         assert await store.publish(LEASE, 1, 1, f"wörd{n} ", replaces=n == 0)
         assert await whole(store) == "".join(f"wörd{m} " for m in range(n + 1))
-    assert await world.changes() - before == 1
-    world.clock.now += STORE_S
-    await store.publish(LEASE, 1, 1, "end", replaces=False)
-    assert await world.changes() - before == 2
+    assert await world.changes() == before
+    for _ in range(20):
+        world.clock.now += STORE_S / 10
+        await store.publish(LEASE, 1, 1, "more", replaces=False)
+    assert 1 <= await world.changes() - before <= 4  # written twice, with a time to live
 
 
 async def test_another_process_shows_what_was_stored_moments_ago(world: World) -> None:
@@ -81,7 +82,7 @@ async def test_another_process_shows_what_was_stored_moments_ago(world: World) -
     assert await whole(other) is None
     await store.publish(LEASE, 1, 1, "one ", replaces=True)
     await store.publish(LEASE, 1, 1, "two ", replaces=False)
-    assert await whole(other) == "one "
+    assert await whole(other) is None
     world.clock.now += STORE_S
     await store.publish(LEASE, 1, 1, "three", replaces=False)
     assert await whole(other) == "one two three"
@@ -89,12 +90,16 @@ async def test_another_process_shows_what_was_stored_moments_ago(world: World) -
     later = replace(LEASE, token=11)
     assert await other.publish(later, 2, 2, "anew", replaces=True)
     world.clock.now += STORE_S
-    assert await whole(store) == "anew"
+    assert await other.publish(later, 2, 2, " now", replaces=False)
+    assert await whole(store) == "anew now"
     assert await store.publish(later, 2, 2, " and on", replaces=False) is False
 
 
 async def test_a_process_that_began_anew_says_that_it_knows_nothing(world: World) -> None:
-    await world.store().publish(LEASE, 1, 1, "one ", replaces=True)
+    store = world.store()
+    await store.publish(LEASE, 1, 1, "one", replaces=True)
+    world.clock.now += STORE_S
+    await store.publish(LEASE, 1, 1, " ", replaces=False)
     fresh = world.store()
     assert await whole(fresh) == "one "
     assert await fresh.publish(LEASE, 1, 1, "two ", replaces=False) is False

@@ -89,7 +89,7 @@ def test_what_people_write_passes(source: str) -> None:
 
 
 def test_a_line_of_markdown_opens_a_bounded_number_of_quotes_and_items() -> None:
-    for deep in (">" * 200, "> " * 200, "- " * 200 + "x", "1. > " * 100 + "x", "text\n" + ">" * 200):
+    for deep in (">" * 200, "> " * 200, "- " * 200 + "x", "1. > " * 100, "text\n" + ">" * 200):
         assert too_deep(deep, "text/markdown")
     for plain in (
         ">" * MARKERS_MAX,
