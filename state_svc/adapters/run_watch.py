@@ -168,7 +168,7 @@ class RunWatch:
         if self._look_at_text:
             whole = await self._texts.whole(self._tenant, self._run_id)
             self._look_at_text = False
-            if whole is not None and whole.sequence == self._last and not self._has(whole):
+            if whole is not None and whole.sequence == self._last and self._is_more(whole):
                 yield self._show(whole, replaces=True)
         while True:
             try:
@@ -195,15 +195,16 @@ class RunWatch:
             return
         if hint.version > self._version or hint.offset > self._have:  # some was missed
             whole = await self._texts.whole(self._tenant, self._run_id)
-            if whole is not None and whole.version >= hint.version:
+            if whole is not None and whole.version >= hint.version and self._is_more(whole):
                 yield self._show(whole, replaces=True)
         # What is kept may be behind, unless it is full: then what was missed comes with the next.
         follows = hint.offset == self._have or hint.offset >= max(self._have, TEXT_BYTES_MAX)
         if hint.version == self._version and follows:
             yield self._show(hint, replaces=False)
 
-    def _has(self, whole: LiveText) -> bool:
-        return (whole.version, len(whole.text.encode())) == (self._version, self._have)
+    def _is_more(self, whole: LiveText) -> bool:
+        """What is kept elsewhere may be behind what was shown."""
+        return (whole.version, len(whole.text.encode())) > (self._version, self._have)
 
     def _show(self, shown: LiveText, *, replaces: bool) -> Words:
         self._version = shown.version
