@@ -82,7 +82,7 @@ class RunWatch:
         self._look_at_text = True
         self._was_read, self._ended = False, False
 
-    async def follow(self, feed: RunFeed) -> AsyncGenerator[Entry | Words]:
+    async def follow(self, feed: RunFeed) -> AsyncGenerator[Entry | Words, None]:
         """Everything until the run has ended. Raises RunUnknownError; StoreUnavailableError only
         before the first event; FeedClosedError; RESOURCE_EXHAUSTED WATCH_BYTES."""
         async with feed.run(self._tenant, self._run_id) as hints:
@@ -108,7 +108,7 @@ class RunWatch:
                         raise
                     await asyncio.sleep(RETRY_S)
 
-    async def _entries(self) -> AsyncGenerator[Entry]:
+    async def _entries(self) -> AsyncGenerator[Entry, None]:
         """The events that there are now."""
         more = True
         while more:
@@ -124,7 +124,7 @@ class RunWatch:
     async def _page(self) -> EventPage:
         return await self._reads.page(self._tenant, self._run_id, self._next)
 
-    async def _of_page(self, page: EventPage) -> AsyncGenerator[Entry]:
+    async def _of_page(self, page: EventPage) -> AsyncGenerator[Entry, None]:
         """The events of a page, counted until they are taken. Without room for them the page is
         let go, and read again when there is: the same events, and perhaps more."""
         left, held = deque(page.events), _counted(page.size)
@@ -163,7 +163,7 @@ class RunWatch:
 
     async def _words_until_poke(
         self, hints: AsyncIterator[Poke | LiveText]
-    ) -> AsyncGenerator[Words]:
+    ) -> AsyncGenerator[Words, None]:
         """Text as it comes, until there may be new events."""
         if self._look_at_text:
             whole = await self._texts.whole(self._tenant, self._run_id)
@@ -187,7 +187,7 @@ class RunWatch:
                 async for words in self._next_words(hint):
                     yield words
 
-    async def _next_words(self, hint: LiveText) -> AsyncGenerator[Words]:
+    async def _next_words(self, hint: LiveText) -> AsyncGenerator[Words, None]:
         if hint.version < self._version:
             return
         if hint.version > self._version and hint.offset == 0:

@@ -73,11 +73,11 @@ class World:
         for tenant in tenants:
             await self.runs.create(NewRun(tenant, "r", "q", b"", b"", self._events, 1))
 
-    def watch(self, tenant: str = "a", first: int = 1) -> AsyncGenerator[Entry | Words]:
+    def watch(self, tenant: str = "a", first: int = 1) -> AsyncGenerator[Entry | Words, None]:
         return RunWatch(self.parts, tenant, "r", first).follow(self.feed)
 
 
-async def first_of(watch: AsyncGenerator[Entry | Words]) -> Entry:
+async def first_of(watch: AsyncGenerator[Entry | Words, None]) -> Entry:
     entry = await anext(watch)
     assert isinstance(entry, Entry)
     return entry
