@@ -32,20 +32,61 @@ _RAW: Final = frozenset(
 )
 _FOREIGN: Final = frozenset(("svg", "math"))
 _VOID: Final = frozenset(
-    "area base basefont bgsound br col embed frame hr image img input keygen link meta param source"
-    " track wbr".split()
+    [
+        "area",
+        "base",
+        "basefont",
+        "bgsound",
+        "br",
+        "col",
+        "embed",
+        "frame",
+        "hr",
+        "image",
+        "img",
+        "input",
+        "keygen",
+        "link",
+        "meta",
+        "param",
+        "source",
+        "track",
+        "wbr",
+    ]
 )
 # Their end is implied by the next of their kind: they nest through other elements only.
 _ENDS_ITSELF: Final = frozenset(
-    "html head body p li dt dd option optgroup tr td th thead tbody tfoot colgroup caption rb rt rp"
-    " rtc a nobr button".split()
+    [
+        "html",
+        "head",
+        "body",
+        "p",
+        "li",
+        "dt",
+        "dd",
+        "option",
+        "optgroup",
+        "tr",
+        "td",
+        "th",
+        "thead",
+        "tbody",
+        "tfoot",
+        "colgroup",
+        "caption",
+        "rb",
+        "rt",
+        "rp",
+        "rtc",
+        "a",
+        "nobr",
+        "button",
+    ]
 )
 _MARKS: Final = frozenset(
-    "b big code em font i s small strike strong tt u".split()
+    ["b", "big", "code", "em", "font", "i", "s", "small", "strike", "strong", "tt", "u"]
 )
-_MARKERS: Final = re.compile(
-    r"^(?:[ \t]*+(?:>|(?:[-+*]|[0-9]{1,9}[.)])(?=[ \t])))++", re.MULTILINE
-)
+_MARKERS: Final = re.compile(r"^(?:[ \t]*+(?:>|(?:[-+*]|[0-9]{1,9}[.)])(?=[ \t])))++", re.MULTILINE)
 _MARKER: Final = re.compile(r">|[-+*]|[0-9]++")
 
 

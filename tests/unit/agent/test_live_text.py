@@ -8,6 +8,7 @@ live_text_gives_up.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 
 from agent_svc.adapters.live_text import AWAY_S, LiveText
@@ -46,7 +47,7 @@ def test_pieces_leave_at_the_interval_and_none_is_lost() -> None:
             assert sink.shown == "".join(f"{n} " for n in range(100))
         assert [replaces for _, _, replaces in sink.messages].count(True) == 1
         times = [time for time, _, _ in sink.messages]
-        gaps = [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
+        gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
         assert min(gaps) >= INTERVAL_S - 1e-9
 
     run_virtual(scenario())

@@ -105,8 +105,22 @@ def test_a_line_of_markdown_opens_a_bounded_number_of_quotes_and_items() -> None
 
 @pytest.mark.parametrize(
     "piece",
-    ["<div>", "<", "<!--", "<a ", '<a b="', "<a b='", "<a b=\"'", "</div>", "<script>", "<b>", "="]
-    + ["<a =", "<i x=1>", "<div></p>"],
+    [
+        "<div>",
+        "<",
+        "<!--",
+        "<a ",
+        '<a b="',
+        "<a b='",
+        "<a b=\"'",
+        "</div>",
+        "<script>",
+        "<b>",
+        "=",
+        "<a =",
+        "<i x=1>",
+        "<div></p>",
+    ],
 )
 def test_the_pass_is_linear_whatever_is_written(piece: str) -> None:
     source = "<div>" + piece * (3 * MIB // len(piece))

@@ -47,10 +47,10 @@ class World:
         self.away = False
         read = self.runs.read
 
-        async def reading(tenant: str, run_id: str, first: int) -> Any:
+        async def reading(tenant: str, run_id: str, first: int, bytes_max: int) -> Any:
             if self.away:
                 raise StoreUnavailableError
-            return await read(tenant, run_id, first)
+            return await read(tenant, run_id, first, bytes_max)
 
         self.runs.read = reading  # type: ignore[method-assign]
 

@@ -164,9 +164,7 @@ def test_small_events_and_words_never_wait() -> None:
         small = NewRun("a", "s", "q2", b"", b"", (b"x" * (SMALL_BYTES // 2), b"y"), 1)
         await world.runs.create(small)
         (held,) = [
-            one
-            for one in (await world.runs.claim("h", 2, 60_000)).runs
-            if one.run.run_id == "s"
+            one for one in (await world.runs.claim("h", 2, 60_000)).runs if one.run.run_id == "s"
         ]
         watch = RunWatch(world.parts, "a", "s", 1).follow(world.feed)
         assert [(await first_of(watch)).sequence for _ in range(2)] == [1, 2]
@@ -218,9 +216,7 @@ def test_reads_are_bounded_and_those_of_others_come_through() -> None:
         world.read_s = 1.0
         tenants = [f"t{n}" for n in range(6)]
         await world.begin("a", "b", *tenants)
-        tasks = [
-            asyncio.ensure_future(first_of(world.watch("a", n % 20 + 1))) for n in range(100)
-        ]
+        tasks = [asyncio.ensure_future(first_of(world.watch("a", n % 20 + 1))) for n in range(100)]
         await asyncio.sleep(0.5)
         began_s = asyncio.get_running_loop().time()
         await first_of(world.watch("b"))
