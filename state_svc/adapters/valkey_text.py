@@ -4,8 +4,8 @@ by pub/sub.
 Nothing is written for a message: a store that logs every write before it answers would log each
 piece of every answer. A text that takes longer than :data:`STORE_S` goes whole into one key of the
 volatile store, at most so often, gone :data:`KEPT_S` after the last: newcomers on other replicas
-read it, and what came since then when it comes. A process that begins anew does not know what was published
-before: it says so to the agent, which sends all of it again. For one event loop.
+read it, and what came since then when it comes. A process that begins anew does not know what was
+published before: it says so to the agent, which sends all of it again. For one event loop.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ValkeyTexts:
         if known is not None and self._clock() - known.touched_s < STORE_S:
             return known.shown()
         stored = await self._link.run(lambda client: client.get(_stored_key(channel)))
-        found = None if stored is None else parse(stored)
+        found = parse(stored) if isinstance(stored, bytes) else None
         # Another process may have gone on with it; a text never gets shorter within a version.
         if known is None or (found is not None and _extent(found) > _extent(known.shown())):
             return found

@@ -52,7 +52,7 @@ class World:
                 raise StoreUnavailableError
             return await read(tenant, run_id, first, bytes_max)
 
-        self.runs.read = reading  # type: ignore[method-assign]
+        self.runs.read = reading  # type: ignore[method-assign,assignment]
 
     async def begin(self) -> None:
         new = NewRun("a", "r", "q", b"", b"", (b"1",), 1)
