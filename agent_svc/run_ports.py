@@ -186,8 +186,9 @@ class Runs(Protocol):
     async def append(self, lease: LeaseKey, append: Append) -> int:
         """Stores events; their bytes as stored."""
 
-    async def publish(self, lease: LeaseKey, step: int, text: str, *, replaces: bool) -> None:
-        """Passes text of the running model call to those who watch."""
+    async def publish(self, lease: LeaseKey, step: int, text: str, *, replaces: bool) -> bool:
+        """Passes text of the running model call to those who watch. True: what came before it is
+        lost on the way; all of it is wanted again."""
 
     def orders(self, holder: str) -> AsyncIterator[Order | None]:
         """Orders as they come. None says that the watch is set: what came before may be missed."""
@@ -222,8 +223,8 @@ class TextChunk(Protocol):
     def end_byte(self) -> int: ...
 
 
-Chunks = Callable[[bytes, str], Awaitable[Sequence[TextChunk]]]
-"""Content and media type to chunks, always the same. Raises SluiceError for what cannot be read."""
+Chunks = Callable[[str, bytes, str], Awaitable[Sequence[TextChunk]]]
+"""Tenant, content and media type to chunks, always the same. SluiceError: it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,6 +165,14 @@ class SchedulerConfig:
     run_watches_max: int = setting(
         4096, ge=4, le=100000, help="Runs watched at once in this scheduler; a quarter per tenant."
     )
+    run_watch_bytes_max: int = setting(
+        32 << 20,
+        unit="bytes",
+        ge=1 << 20,
+        le=1 << 40,
+        help="Events that are being written to those who watch runs, each held about four times; a"
+        " quarter per tenant. Those that find no room wait.",
+    )
     decision_sample_ratio: float = setting(
         0.01,
         ge=0.0,

@@ -32,7 +32,7 @@ from scheduler_svc.adapters.quota_keeper import QuotaKeeper
 from scheduler_svc.adapters.quota_metrics import QuotaMetrics
 from scheduler_svc.adapters.run_rights import RunRights
 from scheduler_svc.adapters.run_store import RunStore
-from scheduler_svc.adapters.run_watch import RunWatches
+from scheduler_svc.adapters.run_watch import WINDOW_BYTES, RunWatches
 from scheduler_svc.adapters.runs_api import RunParts, RunsApi
 from scheduler_svc.adapters.serving import EmbedStub, Serving
 from scheduler_svc.adapters.sessions_api import SessionsApi
@@ -56,7 +56,7 @@ from scheduler_svc.domain.placement import POLICIES
 from scheduler_svc.domain.scheduler import Scheduler
 from sluice import logs
 from sluice import telemetry_names as names
-from sluice.channels import is_target, open_channel
+from sluice.channels import ChannelLimits, is_target, open_channel
 from sluice.config import ConfigError, config_path, load
 from sluice.deadline import MethodDeadline
 from sluice.execution.v1 import execution_pb2_grpc
@@ -106,9 +106,10 @@ class Parts:
             self.quota = QuotaClient(life, transport, time.monotonic)
             QuotaMetrics(telemetry, self.quota, self.usage)
             self.watches = RunWatches(
-                open_channel(config.state),
+                open_channel(config.state, limits=ChannelLimits(stream_window_bytes=WINDOW_BYTES)),
                 write_limit_s=config.write_limit_s,
                 watches_max=config.run_watches_max,
+                bytes_max=config.run_watch_bytes_max,
             )
         keeper = QuotaKeeper(self.quota)
         signer = _signer(config)

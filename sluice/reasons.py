@@ -138,6 +138,12 @@ REQUESTS: Final[Mapping[str, Reason]] = {
     "FIRST_TOKEN_TIMEOUT": _reason(_LATE, "request", "No first token came within its limit."),
     "INTER_TOKEN_TIMEOUT": _reason(_LATE, "request", "No further token came within the limit."),
     "SLOW_CONSUMER": _reason(_BUSY, "request", "The client did not read its answer."),
+    "WATCH_BYTES": _reason(
+        _BUSY,
+        "tenant",
+        "Clients of the tenant leave too much of watched runs unread; `limit` names the bound.",
+        delay=True,
+    ),
     "OUTPUT_TOO_LARGE": _reason(_BUSY, "request", "The answer does not fit: use the stream."),
     "CANCELLED": _reason(Code.CANCELLED, "request", "The client went away."),
     "CALL_CANCELLED": _reason(_DOWN, "scheduler", "The server ended the call."),

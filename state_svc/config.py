@@ -103,6 +103,14 @@ class StateConfig:
     runs_kept_s: int = setting(
         604800, unit="s", ge=86400, le=31536000, help="How long an ended run is kept."
     )
+    watch_bytes_max: int = setting(
+        32 << 20,
+        unit="bytes",
+        ge=1 << 20,
+        le=1 << 40,
+        help="Events and text that watchers of runs have not taken yet, each held about three"
+        " times; a quarter per tenant. Those that find no room wait.",
+    )
     sessions_max: int = setting(
         10000, unit="sessions", ge=1, le=1000000, help="Sessions of a tenant."
     )

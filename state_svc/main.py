@@ -133,7 +133,9 @@ class Parts:
         self.feed = ValkeyFeed(durable, volatile)
         runs = ValkeyRuns(durable, sizes, session_sizes)
         self.sweep = RunSweep(registry, runs)
-        self.runs = RunServicer(runs, ValkeyTexts(volatile), self.feed)
+        self.runs = RunServicer(
+            runs, ValkeyTexts(volatile), self.feed, watch_bytes_max=config.watch_bytes_max
+        )
         self.sessions = SessionServicer(ValkeySessions(durable, session_sizes))
         self._components = {name: health.component(name) for name in self._links}
         for component in self._components.values():

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from state_svc.domain.claim_order import ClaimRoom
 from state_svc.domain.run_values import (
@@ -28,6 +28,7 @@ from state_svc.domain.run_values import (
     SessionPage,
     SessionRecord,
 )
+from state_svc.domain.session_book import PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,11 @@ class RunStore(Protocol):
         """Runs below number ``before`` (0: from the newest), without spec and decision: at most
         ``size``, at most 3 MiB, and fewer when few of those looked at have the phase."""
 
-    async def read(self, tenant: str, run_id: str, first: int) -> EventPage:
-        """Events from sequence number ``first`` on, which is 1 or more: at most 3 MiB together, at
-        least one if there is one."""
+    async def read(
+        self, tenant: str, run_id: str, first: int, bytes_max: int = PAGE_BYTES
+    ) -> EventPage:
+        """Events from sequence number ``first`` on, which is 1 or more: at most ``bytes_max``
+        together, at least one if there is one."""
 
     async def cancel(self, tenant: str, run_id: str) -> RunRecord:
         """Marks a run that has not ended; makes it ready if nobody holds it."""
@@ -102,17 +105,23 @@ class LiveText:
     text: str
 
 
+TEXT_BYTES_MAX: Final = 1 << 20
+"""What is kept of a text."""
+
+
 class TextStore(Protocol):
-    """Live text; volatile store, kept for minutes."""
+    """Live text, kept for minutes where it is published. Nothing of it is durable."""
 
     async def publish(
         self, lease: Lease, sequence: int, step: int, text: str, *, replaces: bool
-    ) -> None:
+    ) -> bool:
         """Adds text, or begins anew with another step or token or when it ``replaces``. A smaller
-        token than the last one changes nothing. Beyond 1 MiB it passes on and keeps no more."""
+        token than the last one changes nothing. Beyond :data:`TEXT_BYTES_MAX` it passes on and
+        keeps no more. False: what it was to be added to is not known here any more."""
 
     async def whole(self, tenant: str, run_id: str) -> LiveText | None:
-        """All text of the current version, from offset 0."""
+        """The text of the current version from offset 0: all of it where it is published, elsewhere
+        as it was moments ago."""
 
 
 class Poke:

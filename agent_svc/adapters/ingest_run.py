@@ -149,7 +149,9 @@ class IngestRun:
             )
             if document.generation != spec.generation:
                 raise _replaced()
-            self._chunks = await self._chunks_of(document.content, document.media_type)
+            self._chunks = await self._chunks_of(
+                self._held.lease.tenant, document.content, document.media_type
+            )
         return self._chunks
 
 

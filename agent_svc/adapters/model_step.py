@@ -26,8 +26,9 @@ CONTEXT_TRIES: Final = 3
 BYTES_A_TOKEN: Final = 3  # cautious: English has about 4
 READ_INLINE_CHARS: Final = 4096  # longer replies are read in a thread
 
-Publish = Callable[[int, str, bool], Awaitable[None]]
-"""Passes text of a step on: (step, text, whether it replaces what came before)."""
+Publish = Callable[[int, str, bool], Awaitable[bool]]
+"""Passes text of a step on: (step, text, whether it replaces what came before); whether all of it
+is wanted again."""
 
 
 def fitting(options: Options, context_tokens: int, output_tokens: int) -> Options:
@@ -75,8 +76,8 @@ async def _once(
     written: Written | None = None
     answer = AnswerText(asked)
 
-    async def pass_on(text: str, replaces: bool) -> None:
-        await publish(action.step, text, replaces)
+    async def pass_on(text: str, replaces: bool) -> bool:
+        return await publish(action.step, text, replaces)
 
     fault_point("agent.before_model_call")
     prompt = Prompt(asked.messages, asked.json_schema, asked.tools, asked.keep_special_tokens)

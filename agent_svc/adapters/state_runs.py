@@ -128,13 +128,14 @@ class StateRuns:
         await answered(self._stub.AppendRun(request, timeout=self._timeout_s))
         return sum(map(len, events))
 
-    async def publish(self, lease: LeaseKey, step: int, text: str, *, replaces: bool) -> None:
+    async def publish(self, lease: LeaseKey, step: int, text: str, *, replaces: bool) -> bool:
         """See :class:`agent_svc.run_ports.Runs`."""
         request = runs_pb2.PublishTextRequest(
             lease=_lease(lease),
             text=runs_pb2.LiveText(step=step, text=text, replaces=replaces),
         )
-        await answered(self._stub.PublishText(request, timeout=self._timeout_s))
+        response = await answered(self._stub.PublishText(request, timeout=self._timeout_s))
+        return bool(response.whole_wanted)
 
     async def orders(self, holder: str) -> AsyncIterator[Order | None]:
         """See :class:`agent_svc.run_ports.Runs`."""

@@ -280,8 +280,8 @@ class TaskRun:
             span.set(names.ATTR_STEP_KIND, kind)
         return span
 
-    async def _publish(self, step: int, text: str, replaces: bool) -> None:
-        await self._world.runs.publish(self._held.lease, step, text, replaces=replaces)
+    async def _publish(self, step: int, text: str, replaces: bool) -> bool:
+        return await self._world.runs.publish(self._held.lease, step, text, replaces=replaces)
 
     async def _embed(self, step: int, texts: Sequence[str], deadline_s: float) -> Sequence[bytes]:
         identifier = request_id(self._held.lease.run_id, step)

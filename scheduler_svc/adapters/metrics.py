@@ -21,7 +21,7 @@ from sluice.errors import SluiceError
 from sluice.telemetry import Labels, Span, Telemetry, current_traceparent
 
 LIMIT_REASONS: Final = frozenset(
-    ("TOO_MANY_STREAMS", "QUEUE_FULL", "SLOW_CONSUMER", "OUTPUT_TOO_LARGE")
+    ("TOO_MANY_STREAMS", "QUEUE_FULL", "SLOW_CONSUMER", "OUTPUT_TOO_LARGE", "WATCH_BYTES")
 )
 """Refusals and ends that say that a named bound of the scheduler was hit."""
 

@@ -1,7 +1,10 @@
 """Watching a run: its events from a sequence number on, then as they come, until it ends.
 
 A watch reads the state service's and writes to one client, holding one message: a client that does
-not read holds up only itself, and is ended after the write limit. When the state service goes away
+not read holds up only itself, and is ended after the write limit; such clients come back one by one
+(``domain/slow_watchers.py``). What is being written is counted, for its tenant and for the process
+(``run_watch_bytes_max``): a watch that finds no room lets its message go and reads it again when
+there is. When the state service goes away
 the watch is taken up again behind the last event that was passed on, with a growing, jittered
 pause; nothing durable is lost or told twice. Watches are bounded, those of one tenant too. When the
 process goes down they end with DRAINING, and go on by another scheduler.
@@ -13,7 +16,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,9 +25,11 @@ import grpc.aio
 
 from scheduler_svc.adapters.run_records import ENDED, event_of, text_of
 from scheduler_svc.adapters.state_calls import answered, time_limit_s, told, unreachable
+from scheduler_svc.domain.slow_watchers import SlowWatchers
 from sluice import deadline
 from sluice.channels import ending
 from sluice.errors import Code, SluiceError, deadline_exceeded, exhausted, unavailable
+from sluice.fair_rooms import FairRooms
 from sluice.scheduler.v1 import runs_pb2
 from sluice.state.v1 import runs_pb2 as stored_pb2
 from sluice.state.v1 import runs_pb2_grpc
@@ -39,6 +44,13 @@ TENANT_SHARE: Final = 0.25
 """Of all watches, those of one tenant."""
 
 RETRY_AFTER_S: Final = 1.0
+ROOM_RETRY_S: Final = 5.0
+SMALL_BYTES: Final = 4096
+"""A message up to this size is not counted: ordinary steps of an agent never wait."""
+
+WINDOW_BYTES: Final = 64 << 10
+"""What the state service may send unread on one watch."""
+
 _AGAIN: Final = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.CANCELLED)
 
 Write = Callable[[runs_pb2.RunEvent], Awaitable[object]]
@@ -52,19 +64,35 @@ class _Place:
     run_id: str
     sequence: int
     over: bool = False
+    room: int = 0  # bytes that it has waited for
+
+
+class _NoRoomError(Exception):
+    """A message of so many bytes has to wait."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size = size
 
 
 class RunWatches:
     """See the module's docstring. ``channel``: to the state service, for watches alone."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, *, write_limit_s: float, watches_max: int
+        self,
+        channel: grpc.aio.Channel,
+        *,
+        write_limit_s: float,
+        watches_max: int,
+        bytes_max: int = 32 << 20,
     ) -> None:
         self._channel = channel
         self._stub: Any = runs_pb2_grpc.RunServiceStub(channel)
         self._write_limit_s = write_limit_s
         self._watches_max = watches_max
         self._tenant_max = max(1, int(TENANT_SHARE * watches_max))
+        self._room = FairRooms(bytes_max, int(TENANT_SHARE * bytes_max), first_always=True)
+        self.slow = SlowWatchers()
         self._open: dict[asyncio.Task[Any], str] = {}
         self._counts: Counter[str] = Counter()
         self._closed = False
@@ -77,6 +105,10 @@ class RunWatches:
         """Watches now."""
         return len(self._open)
 
+    def held(self, tenant: str) -> int:
+        """Bytes that are being written to a tenant's watchers."""
+        return self._room.held(tenant)
+
     async def forward(
         self, tenant: str, run_id: str, first: int, write: Write, *, once: bool = False
     ) -> None:
@@ -86,11 +118,11 @@ class RunWatches:
         place = _Place(tenant, run_id, max(first, 1) - 1)
         task = asyncio.current_task()
         assert task is not None
-        self._enter(task, tenant)
+        self._enter(task, tenant, once=once)
         try:
             async with aclosing(self._events(place)) as events:
                 async for event in events:
-                    await self._write(event, write)
+                    await self._write(event, write, tenant)
                     if once:
                         return
         except SluiceError as error:
@@ -101,6 +133,7 @@ class RunWatches:
                 raise _draining(place.sequence) from None  # by drain(), not by the client
             raise
         finally:
+            self._room.leave(tenant, place.room)
             self._leave(task, tenant)
 
     def close(self) -> None:
@@ -121,15 +154,21 @@ class RunWatches:
         """Closes the channel, after the last watch."""
         await self._channel.close()
 
-    def check(self, tenant: str) -> None:
+    def check(self, tenant: str, *, once: bool = False) -> None:
         """Raises when one more watch would be refused: UNAVAILABLE, RESOURCE_EXHAUSTED."""
         if self._closed:
             raise _draining(0)
         if len(self._open) >= self._watches_max or self._counts[tenant] >= self._tenant_max:
             raise exhausted("TOO_MANY_STREAMS", "too many runs are watched", RETRY_AFTER_S)
+        wait_s = 0.0 if once else self.slow.wait_s(tenant, _now())
+        if wait_s:
+            why = "watches of the tenant were ended because nobody read them: begin them one by one"
+            raise exhausted("TOO_MANY_STREAMS", why, wait_s)
 
-    def _enter(self, task: asyncio.Task[Any], tenant: str) -> None:
-        self.check(tenant)
+    def _enter(self, task: asyncio.Task[Any], tenant: str, *, once: bool) -> None:
+        self.check(tenant, once=once)
+        if not once:
+            self.slow.began(tenant, _now())
         self._idle.clear()
         self._open[task] = tenant
         self._counts[tenant] += 1
@@ -142,11 +181,12 @@ class RunWatches:
         if not self._counts[tenant]:
             del self._counts[tenant]
 
-    async def _write(self, event: runs_pb2.RunEvent, write: Write) -> None:
+    async def _write(self, event: runs_pb2.RunEvent, write: Write, tenant: str) -> None:
         try:
             async with asyncio.timeout(self._write_limit_s):
                 await write(event)
         except TimeoutError:
+            self.slow.ended(tenant, _now())
             raise SluiceError(
                 Code.RESOURCE_EXHAUSTED,
                 "SLOW_CONSUMER",
@@ -157,13 +197,15 @@ class RunWatches:
         pause_s, loop = PAUSE_MIN_S, asyncio.get_running_loop()
         failing_s = loop.time()
         while not place.over:
-            before, began_s = place.sequence, loop.time()
+            before, began_s, wanted = place.sequence, loop.time(), 0
             try:
                 async with aclosing(self._follow(place)) as events:
                     async for event in events:
                         yield event
                 if not place.over:
                     place.over = await self._has_ended(place)
+            except _NoRoomError as error:
+                wanted = error.size  # and no more of it: its frames hold the message
             except grpc.aio.AioRpcError as error:
                 refused = from_rpc_error(error)
                 if refused.code not in _AGAIN:
@@ -173,6 +215,9 @@ class RunWatches:
                     raise
             if place.over:
                 return
+            if wanted:
+                await self._wait_for_room(place, wanted)
+                continue
             if place.sequence > before or loop.time() - began_s > AWAY_LIMIT_S / 10:
                 pause_s, failing_s = PAUSE_MIN_S, loop.time()  # it was there
             elif loop.time() - failing_s > AWAY_LIMIT_S:
@@ -189,19 +234,59 @@ class RunWatches:
         call = self._stub.WatchRun(request, timeout=_left_s())
         with ending(call):
             async for message in call:
-                if message.HasField("text"):
-                    yield text_of(place.run_id, place.sequence, message.text)
-                elif message.entry.sequence > place.sequence:
-                    event = event_of(place.run_id, message.entry)
+                is_text = message.HasField("text")
+                if not is_text and message.entry.sequence <= place.sequence:
+                    continue
+                with self._counted(place, message.ByteSize()):
+                    if is_text:
+                        event = text_of(place.run_id, place.sequence, message.text)
+                    else:
+                        event = event_of(place.run_id, message.entry)
+                    del message  # it holds the event a second time
                     place.sequence = event.sequence
                     place.over = event.HasField("ended")
                     yield event
+
+    @contextlib.contextmanager
+    def _counted(self, place: _Place, size: int) -> Iterator[None]:
+        """Room for a message while it is written. Raises _NoRoomError: it is to be let go."""
+        size = size if size > SMALL_BYTES else 0
+        if size and place.room >= size:
+            size, place.room = place.room, 0
+        elif not self._room.enter_now(place.tenant, size):
+            raise _NoRoomError(size)
+        try:
+            yield
+        finally:
+            self._room.leave(place.tenant, size)
+
+    async def _wait_for_room(self, place: _Place, size: int) -> None:
+        self._room.leave(place.tenant, place.room)
+        place.room = 0
+        left_s, limit_s = _left_s(), self._write_limit_s
+        try:
+            async with asyncio.timeout(limit_s if left_s is None else min(left_s, limit_s)):
+                await self._room.enter(place.tenant, size)
+        except TimeoutError:
+            if left_s is not None and left_s <= limit_s:
+                raise _late() from None
+            raise exhausted(
+                "WATCH_BYTES",
+                "clients of the tenant leave too much of watched runs unread",
+                ROOM_RETRY_S,
+                metadata={"limit": "run_watch_bytes_max"},
+            ) from None
+        place.room = size
 
     async def _has_ended(self, place: _Place) -> bool:
         """Whether a watch that ended without the end of its run has nothing more to tell."""
         request = stored_pb2.GetRunRequest(tenant=place.tenant, run_id=place.run_id)
         found = await answered(self._stub.GetRun(request, timeout=time_limit_s()))
         return found.run.phase in ENDED and found.run.last_sequence <= place.sequence
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _left_s() -> float | None:

@@ -99,7 +99,7 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         try:
             run_request.check(request, caller.tenant)
             if self._parts.watches is not None:
-                self._parts.watches.check(caller.tenant.name)
+                self._parts.watches.check(caller.tenant.name, once=request.background)
             model = self._parts.catalog.resolve(request.model, caller.tenant)
             if run_request.is_turn(request):
                 if not self._parts.available:

@@ -10,16 +10,19 @@ from typing import Final, Generic, TypeVar
 T = TypeVar("T")
 
 ITEMS_MAX: Final = 256
+BYTES_MAX: Final = 64 << 10
 
 
 class Inbox(AsyncIterator[T], Generic[T]):
     """Items in order, behind one ``again`` that stands for any number of "look again" and goes
-    first. Beyond :data:`ITEMS_MAX` all items are dropped, and it says ``again``."""
+    first. Beyond :data:`ITEMS_MAX` or :data:`BYTES_MAX` all items are dropped, and it says
+    ``again``."""
 
     def __init__(self, again: T) -> None:
         self._again = again
         self._is_again = False
-        self._items: deque[T] = deque()
+        self._items: deque[tuple[T, int]] = deque()
+        self._bytes = 0
         self._ready = asyncio.Event()
         self._closed = False
 
@@ -28,12 +31,14 @@ class Inbox(AsyncIterator[T], Generic[T]):
         self._is_again = True
         self._ready.set()
 
-    def put(self, item: T) -> None:
-        """Something happened."""
-        if len(self._items) == ITEMS_MAX:
+    def put(self, item: T, size: int = 0) -> None:
+        """Something happened; ``size``: the bytes that it holds."""
+        if len(self._items) == ITEMS_MAX or (self._items and self._bytes + size > BYTES_MAX):
             self._items.clear()
+            self._bytes = 0
             self._is_again = True
-        self._items.append(item)
+        self._items.append((item, size))
+        self._bytes += size
         self._ready.set()
 
     def close(self) -> None:
@@ -50,6 +55,8 @@ class Inbox(AsyncIterator[T], Generic[T]):
                 self._is_again = False
                 return self._again
             if self._items:
-                return self._items.popleft()
+                item, size = self._items.popleft()
+                self._bytes -= size
+                return item
             self._ready.clear()
             await self._ready.wait()

@@ -28,7 +28,7 @@ from state_svc.domain.run_values import (
     SessionRecord,
 )
 from state_svc.domain.session_book import PAGE_BYTES, SessionBook
-from state_svc.run_ports import POKE, ClaimBatch, LiveText, Order, Poke
+from state_svc.run_ports import POKE, TEXT_BYTES_MAX, ClaimBatch, LiveText, Order, Poke
 
 NOTHING_DUE_MS = 60_000
 
@@ -107,7 +107,7 @@ class MemoryFeed:
             if text is None:
                 inbox.again()
             else:
-                inbox.put(text)
+                inbox.put(text, len(text.text))
 
     def ready(self) -> None:
         """A run became ready."""
@@ -144,9 +144,11 @@ class MemoryRuns:
         """See :class:`state_svc.run_ports.RunStore`."""
         return self._tenants.runs(tenant).page(size, before, phase)
 
-    async def read(self, tenant: str, run_id: str, first: int) -> EventPage:
+    async def read(
+        self, tenant: str, run_id: str, first: int, bytes_max: int = PAGE_BYTES
+    ) -> EventPage:
         """See :class:`state_svc.run_ports.RunStore`."""
-        return self._tenants.runs(tenant).read(run_id, first)
+        return self._tenants.runs(tenant).read(run_id, first, bytes_max)
 
     async def cancel(self, tenant: str, run_id: str) -> RunRecord:
         """See :class:`state_svc.run_ports.RunStore`."""
@@ -291,19 +293,22 @@ class MemorySessions:
 class MemoryTexts:
     """A :class:`state_svc.run_ports.TextStore`. Texts are never dropped."""
 
-    def __init__(self, feed: MemoryFeed | None = None, text_bytes_max: int = 1 << 20) -> None:
+    def __init__(
+        self, feed: MemoryFeed | None = None, text_bytes_max: int = TEXT_BYTES_MAX
+    ) -> None:
         self._feed, self._max = feed or MemoryFeed(), text_bytes_max
         self._texts: dict[tuple[str, str], tuple[int, int, LiveText]] = {}  # token, size, kept
         self._version = 0
 
     async def publish(
         self, lease: Lease, sequence: int, step: int, text: str, *, replaces: bool
-    ) -> None:
+    ) -> bool:
         """See :class:`state_svc.run_ports.TextStore`."""
         place = (lease.tenant, lease.run_id)
         token, size, known = self._texts.get(place, (0, 0, LiveText(0, 0, 0, 0, "")))
         if lease.token < token:
-            return
+            return True
+        is_whole = replaces or lease.token == token
         if not known.version or lease.token > token or step != known.step or replaces:
             self._version += 1
             known, size = LiveText(self._version, sequence, step, 0, ""), 0
@@ -315,6 +320,7 @@ class MemoryTexts:
         kept = LiveText(known.version, sequence, step, 0, whole)
         self._texts[place] = (lease.token, after, kept)
         self._feed.changed(*place, new)
+        return is_whole
 
     async def whole(self, tenant: str, run_id: str) -> LiveText | None:
         """See :class:`state_svc.run_ports.TextStore`."""

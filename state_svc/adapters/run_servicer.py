@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any, Final
 
 from sluice.errors import invalid, unavailable
 from sluice.state.v1 import runs_pb2, runs_pb2_grpc
 from sluice.timestamps import unix_seconds
 from state_svc.adapters.run_messages import lease_of, milliseconds, page_number, stored_run
-from state_svc.adapters.run_watch import Entry, FeedClosedError, RunWatch
+from state_svc.adapters.run_watch import Entry, FeedClosedError, RunWatch, WatchParts, watch_room
 from state_svc.adapters.store_errors import store_errors
 from state_svc.domain.claim_order import ClaimRoom
+from state_svc.adapters.watch_reads import WatchReads
 from state_svc.domain.names import check_holder, check_request_id, check_tenant, check_uuid
 from state_svc.domain.run_values import PRIORITIES, Append, NewRun, Phase
 from state_svc.domain.session_book import size_of
@@ -32,13 +34,21 @@ LEASE_MS: Final = (1_000, 60_000)
 POLL_MS: Final = (10, 1_000)  # between two claims when no nudge comes
 RUNS_MAX: Final = 1_000_000  # of what a caller may permit
 SEQUENCE_MAX: Final = 1 << 40
+WATCH_BYTES_MAX: Final = 32 << 20
 
 
 class RunServicer(runs_pb2_grpc.RunServiceServicer):
     """See the proto."""
 
-    def __init__(self, store: RunStore, texts: TextStore, feed: RunFeed) -> None:
+    def __init__(
+        self,
+        store: RunStore,
+        texts: TextStore,
+        feed: RunFeed,
+        watch_bytes_max: int = WATCH_BYTES_MAX,
+    ) -> None:
         self._store, self._texts, self._feed = store, texts, feed
+        self._watched = WatchParts(WatchReads(store), texts, watch_room(watch_bytes_max))
 
     async def CreateRun(
         self, request: runs_pb2.CreateRunRequest, context: Any
@@ -124,17 +134,13 @@ class RunServicer(runs_pb2_grpc.RunServiceServicer):
     ) -> AsyncIterator[runs_pb2.WatchRunResponse]:
         """Replays a run, then follows it."""
         _check_run(request)
-        watch = RunWatch(
-            self._store,
-            self._texts,
-            request.tenant,
-            request.run_id,
-            _first(request.from_sequence),
-        )
+        first = _first(request.from_sequence)
+        watch = RunWatch(self._watched, request.tenant, request.run_id, first)
         with store_errors():
             try:
-                async for seen in watch.follow(self._feed):
-                    yield _watched(seen)
+                async with aclosing(watch.follow(self._feed)) as following:
+                    async for seen in following:
+                        yield _watched(seen)
             except FeedClosedError:
                 raise unavailable("DRAINING", "The service is going down.", 0.1) from None
 
@@ -240,8 +246,10 @@ class RunServicer(runs_pb2_grpc.RunServiceServicer):
         _check_bytes(text.text.encode(), TEXT_BYTES_MAX, "text.text")
         with store_errors():
             sequence = await self._store.sequence(lease)
-            await self._texts.publish(lease, sequence, text.step, text.text, replaces=text.replaces)
-        return runs_pb2.PublishTextResponse()
+            is_whole = await self._texts.publish(
+                lease, sequence, text.step, text.text, replaces=text.replaces
+            )
+        return runs_pb2.PublishTextResponse(whole_wanted=not is_whole)
 
     async def WatchOrders(
         self, request: runs_pb2.WatchOrdersRequest, context: Any

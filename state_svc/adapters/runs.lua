@@ -253,8 +253,8 @@ if op == 'get' then return {'OK', row(id, WHOLE)} end
 
 if op == 'read' then
   local gone = tonumber(call('HGET', key, 'gone') or 0)
-  local first = math.max(int(), gone + 1)
-  local found = page(key .. ':events', first - 1 - gone, math.max(seq - first + 1, 0))
+  local first, most = math.max(int(), gone + 1), int()
+  local found = page(key .. ':events', first - 1 - gone, math.max(seq - first + 1, 0), most)
   return {'OK', found, first - 1 + #found < seq and 1 or 0, phase > WAITING and 1 or 0, seq, first}
 end
 

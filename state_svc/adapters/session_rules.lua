@@ -35,15 +35,18 @@ end
 local function push(key, values)
   for i = 1, #values, 1000 do call('RPUSH', key, unpack(values, i, math.min(i + 999, #values))) end
 end
--- Elements of a list from an index on: at most `most`, at most a page of bytes, one if there is one.
-local function page(key, first, most)
-  local found, size, i = {}, 0, first
+-- Elements of a list from an index on: at most `most`, at most `bytes` (else a page), one if there is one. They are read
+-- few at a time to begin with: what does not fit was read in vain.
+local function page(key, first, most, bytes)
+  local found, size, i, step = {}, 0, first, 4
+  bytes = bytes or PAGE_BYTES
   while #found < most do
-    local some = call('LRANGE', key, i, math.min(i + 63, first + most - 1))
+    local some = call('LRANGE', key, i, math.min(i + step, first + most) - 1)
+    step = math.min(2 * step, 64)
     if #some == 0 then return found end
     for _, one in ipairs(some) do
       size = size + #one
-      if #found > 0 and size > PAGE_BYTES then return found end
+      if #found > 0 and size > bytes then return found end
       found[#found + 1] = one
     end
     i = i + #some

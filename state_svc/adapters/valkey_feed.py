@@ -132,7 +132,7 @@ class ValkeyFeed:
             if message is None:
                 inbox.again()
             else:
-                inbox.put(parse(message))
+                inbox.put(parse(message), len(message))
 
         self._inboxes.add(inbox)
         try:

@@ -137,9 +137,12 @@ class ValkeyRuns:
         last, found = await self._run(tenant, "list", size, before, wanted)
         return RunPage(tuple(_record(tenant, text(name), fields) for name, fields in found), last)
 
-    async def read(self, tenant: str, run_id: str, first: int) -> EventPage:
+    async def read(
+        self, tenant: str, run_id: str, first: int, bytes_max: int = PAGE_BYTES
+    ) -> EventPage:
         """See :class:`state_svc.run_ports.RunStore`."""
-        events, more, ended, last, first = await self._run(tenant, "read", run_id, first)
+        reply = await self._run(tenant, "read", run_id, first, bytes_max)
+        events, more, ended, last, first = reply
         return EventPage(first, tuple(events), bool(more), bool(ended), last)
 
     async def cancel(self, tenant: str, run_id: str) -> RunRecord:

@@ -198,7 +198,7 @@ class RunBook:
                 total += len(run.summary)
         return RunPage(tuple(found), 0)
 
-    def read(self, run_id: str, first: int) -> EventPage:
+    def read(self, run_id: str, first: int, bytes_max: int = PAGE_BYTES) -> EventPage:
         """See :class:`state_svc.run_ports.RunStore`."""
         run = self._known(run_id)
         first = max(first, run.gone + 1)
@@ -206,7 +206,7 @@ class RunBook:
         total = 0
         for event in run.events[first - 1 - run.gone :]:
             total += len(event)
-            if page and total > PAGE_BYTES:
+            if page and total > bytes_max:
                 break
             page.append(event)
         more = first - 1 + len(page) < run.last

@@ -159,6 +159,11 @@ class EventPage:
     ended: bool
     last: int
 
+    @property
+    def size(self) -> int:
+        """Bytes of its events."""
+        return sum(map(len, self.events))
+
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:

@@ -182,7 +182,9 @@ class Rig:
 
 
 @asynccontextmanager
-async def scheduler_rig(folder: Any, write_limit_s: float = 5.0) -> AsyncIterator[Rig]:
+async def scheduler_rig(
+    folder: Any, write_limit_s: float = 5.0, watch_bytes_max: int = 32 << 20
+) -> AsyncIterator[Rig]:
     """A scheduler for the time of the block."""
     ensure_keys(folder)
     signer = CredentialSigner(GrantSigner.load(folder, "scheduler-1"))
@@ -201,7 +203,9 @@ async def scheduler_rig(folder: Any, write_limit_s: float = 5.0) -> AsyncIterato
     await state.start()
     channel = open_channel(f"127.0.0.1:{state.ports[0]}")
     answers, link, names = Answers(), Link(), Names()
-    watches = RunWatches(channel, write_limit_s=write_limit_s, watches_max=8)
+    watches = RunWatches(
+        channel, write_limit_s=write_limit_s, watches_max=8, bytes_max=watch_bytes_max
+    )
     rig = Rig(runs, answers, link, names, watches, signer, None, channel)
     serving = cast("Any", answers)
     parts = RunParts(

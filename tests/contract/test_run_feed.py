@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from state_svc.adapters.run_watch import POLL_S, Entry, RunWatch, Words
+from state_svc.adapters.run_watch import POLL_S, Entry, RunWatch, WatchParts, Words, watch_room
 from state_svc.adapters.valkey_feed import ANYTHING_READY, ValkeyFeed
 from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.adapters.valkey_runs import ValkeyRuns
 from state_svc.adapters.valkey_text import ValkeyTexts
+from state_svc.adapters.watch_reads import WatchReads
 from state_svc.domain.run_values import Claimed
 from state_svc.run_ports import Order
 from tests.contract.state_rig import LEASE_MS, a_run, an_append, lease_of
@@ -43,7 +44,8 @@ class World:
 
     def follow(self) -> AsyncIterator[Entry | Words]:
         run = self.held.run
-        return RunWatch(self.runs, self.texts, run.tenant, run.run_id, 1).follow(self.feed)
+        parts = WatchParts(WatchReads(self.runs), self.texts, watch_room(1 << 20))
+        return RunWatch(parts, run.tenant, run.run_id, 1).follow(self.feed)
 
     async def append(self, last: int) -> None:
         await self.runs.append(an_append(self.held, b"event", expected_sequence=last))

@@ -6,7 +6,7 @@ in order, whatever goes away meanwhile; another tenant's run is like an unknown 
 protos' own words and what the state service was asked.
 
 Seen to fail on the mutants run_budget_not_capped, tool_of_another, watch_begins_again,
-watch_gives_up_at_once and run_is_everybodys.
+watch_gives_up_at_once, run_is_everybodys and scheduler_watch_bytes_not_counted.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import pytest
 import pytest_asyncio
 
 from scheduler_svc.domain.agent_gate import FleetLoad
+from scheduler_svc.domain.slow_watchers import FREE, PACE_S
 from sluice.agent.v1 import tools_pb2
 from sluice.common.v1 import policy_pb2
 from sluice.errors import Code
@@ -32,6 +33,7 @@ from sluice.run_credentials import CredentialVerifier
 from sluice.scheduler.v1 import runs_pb2, spec_pb2
 from sluice.state.v1 import runs_pb2 as stored_pb2
 from sluice.state.v1 import values_pb2, values_pb2_grpc
+from sluice.status import from_rpc_error
 from tests.contract.fake_state import FakeRun
 from tests.contract.scheduler_rig import Rig, away, read_all, scheduler_rig, until
 
@@ -405,6 +407,41 @@ async def test_a_client_that_does_not_read_ends_its_watch_alone(tmp_path: Path) 
             await read_all(slow)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         other.cancel()
+
+
+async def test_a_watch_without_room_waits_for_it_and_misses_nothing(tmp_path: Path) -> None:
+    # A quarter of it is the tenant's: one large event at a time.
+    async with scheduler_rig(tmp_path, write_limit_s=1.0, watch_bytes_max=4 << 20) as rig:
+        run = await stored(rig)
+        slow = await watched(rig, run)
+        big = event(model_step=runs_pb2.ModelStep(problem="x" * 600_000))
+        rig.runs.append(run, *[big] * 12, ENDED, phase=SUCCEEDED)
+        await until(lambda: rig.watches.held("a") > 0, "what is not read is counted")
+        await asyncio.sleep(0.2)
+        other = await watched(rig, run)
+        seen = await read_all(other)
+        assert [one.sequence for one in seen] == list(range(1, 15))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(slow)
+        assert from_rpc_error(caught.value).reason == "SLOW_CONSUMER"
+        assert not rig.watches.held("a")
+
+
+async def test_who_was_ended_for_slowness_comes_back_at_a_bounded_rate(tmp_path: Path) -> None:
+    async with scheduler_rig(tmp_path) as rig:
+        run = await stored(rig)
+        for _ in range(FREE + 2):
+            rig.watches.slow.ended("a", asyncio.get_running_loop().time())
+        first = await watched(rig, run)
+        await first.read()
+        refusal = await rig.refused("WatchRun", runs_pb2.WatchRunRequest(run_id=run.stored.run_id))
+        assert (refusal.code, refusal.reason) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS")
+        assert refusal.retry_after_s is not None and 0 < refusal.retry_after_s <= PACE_S
+        await asyncio.sleep(refusal.retry_after_s)
+        second = await watched(rig, run)
+        await second.read()
+        for call in (first, second):
+            call.cancel()
 
 
 async def test_a_scheduler_that_goes_down_ends_watches_by_type(rig: Rig) -> None:

@@ -139,18 +139,18 @@ def test_what_is_no_utf8_is_told() -> None:
 async def refused(content: bytes, media_type: str) -> str:
     """The field that a refusal names."""
     with pytest.raises(SluiceError) as raised:
-        await document_chunks(content, media_type)
+        await document_chunks("t", content, media_type)
     assert raised.value.code is Code.INVALID_ARGUMENT
     return raised.value.fields[0].field
 
 
 async def test_a_document_becomes_chunks_in_another_process() -> None:
-    chunks = await document_chunks(HTML.encode(), "text/html")
+    chunks = await document_chunks("t", HTML.encode(), "text/html")
     assert [one.number for one in chunks] == list(range(len(chunks)))
     assert chunks[0].text.startswith("T & é > Head line\nText one")
     assert HTML.encode()[chunks[0].begin_byte :].startswith(b"T &amp; ")
-    assert await document_chunks(HTML.encode(), "text/html") == chunks
-    assert await document_chunks(b"", "text/plain") == []
+    assert await document_chunks("t", HTML.encode(), "text/html") == chunks
+    assert await document_chunks("t", b"", "text/plain") == []
 
 
 async def test_bad_content_is_refused_by_its_field() -> None:
@@ -168,15 +168,21 @@ async def test_bad_content_is_refused_by_its_field() -> None:
             b"<p>" + b"".join(b"<b a=%d>" % n for n in range(3_000)) + b"</p><p>x" * 200_000,
             "text/html",
         ),
+        (
+            b"<p>" + b"".join(b"<b a=%d>" % n for n in range(64)) + b"</p><p>x" * 300_000,
+            "text/html",
+        ),
         (b">" * 50_000 + b" x\n" * 100_000, "text/markdown"),
+        ((b">" * 120 + b" x\n\n") * 20_000, "text/markdown"),
     ],
-    ids=["deep", "reopened", "quoted"],
+    ids=["deep", "reopened", "reopened_often", "quoted", "quoted_often"],
 )
 async def test_hostile_content_ends_within_its_limits_and_blocks_nobody(
     monkeypatch: pytest.MonkeyPatch, content: bytes, media_type: str
 ) -> None:
     """The event loop's own lag is measured: the work is done elsewhere."""
     monkeypatch.setattr(parsers, "CPU_S", 1)
+    monkeypatch.setattr(parsers, "CPU_S_PER_MIB", 0)
     monkeypatch.setattr(parsers, "MEMORY_BYTES", 400 << 20)
     worst = 0.0
 
@@ -193,6 +199,47 @@ async def test_hostile_content_ends_within_its_limits_and_blocks_nobody(
     assert worst < 0.8  # the parsers hold the interpreter for the whole second
 
 
+async def test_what_is_nested_too_deeply_is_told_before_it_is_parsed() -> None:
+    for content, media_type in (
+        (b"<div>" * 600_000, "text/html"),
+        (b">" * 50_000 + b" x\n", "text/markdown"),
+    ):
+        with pytest.raises(SluiceError, match="content: is nested too deeply") as raised:
+            await document_chunks("t", content, media_type)
+        assert raised.value.fields[0].field == "content"
+
+
+def test_the_time_of_a_document_goes_by_its_size() -> None:
+    assert parsers.cpu_limit_s(8) <= 3
+    assert parsers.cpu_limit_s(parsers.CONTENT_BYTES_MAX) <= 8
+
+
+async def test_documents_of_one_tenant_leave_a_room_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running: list[bytes] = []
+
+    async def child(content: bytes, media_type: str) -> tuple[bytes, bool]:
+        running.append(content)
+        if content == b"hostile":
+            await asyncio.Event().wait()
+        return b"[]", True
+
+    monkeypatch.setattr(parsers, "_child", child)
+    hostile = [
+        asyncio.create_task(document_chunks("flood", b"hostile", "text/html")) for _ in range(6)
+    ]
+    while not running:
+        await asyncio.sleep(0)
+    async with asyncio.timeout(5.0):
+        for _ in range(3):
+            assert await document_chunks("other", b"x", "text/plain") == []
+    assert running == [b"hostile", b"x", b"x", b"x"]
+    for task in hostile:
+        task.cancel()
+    await asyncio.gather(*hostile, return_exceptions=True)
+
+
 async def test_a_caller_that_goes_away_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[asyncio.subprocess.Process] = []
     start = asyncio.create_subprocess_exec
@@ -203,7 +250,7 @@ async def test_a_caller_that_goes_away_ends_the_child(monkeypatch: pytest.Monkey
         return child
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", recorded)
-    task = asyncio.create_task(document_chunks(b"<div>" * 600_000, "text/html"))
+    task = asyncio.create_task(document_chunks("t", b"<p>text</p>" * 280_000, "text/html"))
     while not started:
         await asyncio.sleep(0.01)
     task.cancel()
@@ -226,7 +273,7 @@ async def test_a_child_that_somebody_kills_is_started_again(
         return child
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", killed_at_first)
-    (only,) = await document_chunks(b"text", "text/plain")
+    (only,) = await document_chunks("t", b"text", "text/plain")
     assert only.text == "text"
     assert len(started) == 2
 
@@ -241,5 +288,5 @@ async def test_a_child_has_no_secret_of_this_process(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
     monkeypatch.setenv("TOOL_SECRET_X", "secret")
     with pytest.raises(OSError):  # noqa: PT011 - the one that was just raised
-        await document_chunks(b"x", "text/html")
+        await document_chunks("t", b"x", "text/html")
     assert [list(one) for one in given if isinstance(one, dict)] == [["PYTHONPATH"]]

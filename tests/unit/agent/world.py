@@ -288,10 +288,11 @@ class MemoryState:
         if append.phase is Phase.SUCCEEDED and run.session_id:
             self.sessions[run.session_id] += append.session_messages
 
-    async def publish(self, lease: LeaseKey, step: int, text: str, *, replaces: bool) -> None:
+    async def publish(self, lease: LeaseKey, step: int, text: str, *, replaces: bool) -> bool:
         await self._network("publish")
         self._held(lease)
         self.texts[lease.run_id].append((step, text, replaces))
+        return False
 
     async def orders(self, holder: str) -> AsyncIterator[Order | None]:
         await self._network("orders")
@@ -582,7 +583,7 @@ class Line:
     end_byte: int
 
 
-async def chunks_of(content: bytes, media_type: str) -> list[Line]:
+async def chunks_of(tenant: str, content: bytes, media_type: str) -> list[Line]:
     """A chunk for each line."""
     await asyncio.sleep(0.01)
     return [

@@ -13,7 +13,16 @@ from typing import Any
 from sluice.clock import run_virtual
 from state_svc.adapters.inbox import ITEMS_MAX, Inbox
 from state_svc.adapters.memory_runs import MemoryFeed, MemoryRuns, MemoryTenants, MemoryTexts
-from state_svc.adapters.run_watch import POLL_S, RETRY_S, Entry, RunWatch, Words
+from state_svc.adapters.run_watch import (
+    POLL_S,
+    RETRY_S,
+    Entry,
+    RunWatch,
+    WatchParts,
+    Words,
+    watch_room,
+)
+from state_svc.adapters.watch_reads import WatchReads
 from state_svc.domain.run_values import Append, Lease, NewRun, Phase
 from state_svc.ports import StoreUnavailableError
 from state_svc.run_ports import POKE, LiveText, Poke
@@ -38,12 +47,12 @@ class World:
         self.away = False
         read = self.runs.read
 
-        async def reading(tenant: str, run_id: str, first: int) -> Any:
+        async def reading(tenant: str, run_id: str, first: int, bytes_max: int) -> Any:
             if self.away:
                 raise StoreUnavailableError
-            return await read(tenant, run_id, first)
+            return await read(tenant, run_id, first, bytes_max)
 
-        self.runs.read = reading  # type: ignore[method-assign]
+        self.runs.read = reading  # type: ignore[method-assign,assignment]
 
     async def begin(self) -> None:
         new = NewRun("a", "r", "q", b"", b"", (b"1",), 1)
@@ -54,7 +63,8 @@ class World:
         await asyncio.sleep(0)
 
     async def _follow(self) -> None:
-        watch = RunWatch(self.runs, self.texts, "a", "r", 0)
+        parts = WatchParts(WatchReads(self.runs), self.texts, watch_room(1 << 20))
+        watch = RunWatch(parts, "a", "r", 0)
         async for one in watch.follow(self.feed):
             self.seen.append((asyncio.get_running_loop().time(), one))
 
