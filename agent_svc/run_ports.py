@@ -61,6 +61,14 @@ class IngestSpec:
     model: str
 
 
+class RunKind(Enum):
+    """What a run is."""
+
+    TASK = "task"
+    TURN = "turn"
+    INGEST = "ingest"
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """A run as it was admitted. ``credential`` and ``sampling`` are serialized messages that only
@@ -72,6 +80,13 @@ class Spec:
     model: str = ""
     sampling: bytes = b""
     traceparent: str = ""
+
+    @property
+    def kind(self) -> RunKind:
+        """What it is."""
+        if isinstance(self.work, IngestSpec):
+            return RunKind.INGEST
+        return RunKind.TURN if self.work.turn else RunKind.TASK
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +143,7 @@ class Summary:
     session_id: str = ""
     answer: str = ""
     failure: Failure | None = None
+    kind: RunKind = RunKind.TASK
 
 
 @dataclass(frozen=True, slots=True)

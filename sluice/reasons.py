@@ -88,12 +88,18 @@ REQUESTS: Final[Mapping[str, Reason]] = {
     "AGENT_REFUSED": Reason(
         (_MAY_NOT, _BUSY),
         "tenant",
-        "The agent path is closed; `gate_reason` says why: NOT_ALLOWED, TOO_MANY_RUNS, SATURATED.",
+        "The agent path is closed; `gate_reason` says why: NOT_ALLOWED (an operator opens it by"
+        " `sluice tenants set TENANT --agents`), TOO_MANY_RUNS, SATURATED.",
     ),
     "AGENT_SERVICE_MISSING": _reason(_DOWN, "mesh", "This mesh has no agent service."),
     "AGENT_UNREACHABLE": _reason(_DOWN, "mesh", "No agent service answers now.", delay=True),
     "SESSIONS_NOT_ALLOWED": _reason(_MAY_NOT, "tenant", "The tenant may not keep sessions."),
-    "TOOL_NOT_ALLOWED": _reason(_MAY_NOT, "tenant", "A tool is not in the tenant's list."),
+    "TOOL_NOT_ALLOWED": _reason(
+        _MAY_NOT,
+        "tenant",
+        "A tool is not in the tenant's list; `tool` names it. An operator adds it by"
+        " `sluice tenants set TENANT --add-tool TOOL`.",
+    ),
     # Quotas; QuotaFailure names the one that is used up.
     "QUOTA_EXCEEDED": _reason(_BUSY, "tenant", "A quota of the tenant is used up.", delay=True),
     "QUOTA_TOO_SMALL": _reason(
@@ -143,6 +149,16 @@ REQUESTS: Final[Mapping[str, Reason]] = {
     "CALL_CANCELLED": _reason(_DOWN, "scheduler", "The server ended the call."),
     "INTERNAL": _reason(
         Code.INTERNAL, "mesh", "A fault of the mesh; its log holds more under the request id."
+    ),
+    # What says no reason of ours: a proxy, a connection, a library.
+    "PEER_UNAVAILABLE": _reason(
+        _DOWN, "mesh", "A service of the mesh, or one before it, does not answer now: ask again."
+    ),
+    "PEER_RESOURCE_EXHAUSTED": _reason(
+        _BUSY, "request", "The message exceeds what a service on its way takes, or that is full."
+    ),
+    "PEER_CANCELLED": _reason(
+        Code.CANCELLED, "request", "The call was ended on its way: ask again."
     ),
     # Records and usage.
     "DECISION_UNKNOWN": _reason(_NONE, "request", "No decision record of such a request is kept."),
@@ -251,7 +267,9 @@ RUNS: Final[Mapping[str, Reason]] = {
     "LEASE_LOST": _reason(Code.ABORTED, "run", "Another agent service holds the run now."),
     # Stored runs and sessions. `limit` names the bound, a setting of the state service.
     "RUN_UNKNOWN": _reason(_NONE, "run", "No such run of this tenant."),
-    "NOT_WAITING": _reason(_NOT_NOW, "run", "The run does not wait at this step."),
+    "NOT_WAITING": _reason(
+        _NOT_NOW, "run", "The run does not wait, or not at this step; `state` says how it is."
+    ),
     "TOO_MANY_RUNS": _reason(
         _BUSY, "tenant", "The tenant has as many open runs as it may have.", delay=True
     ),

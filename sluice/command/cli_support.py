@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -121,6 +122,13 @@ def screen() -> UpScreen:
     from sluice.command.up_screen import UpScreen
 
     return UpScreen(output(), errors())
+
+
+def own_command(*words: str) -> str:
+    """This command with `words`, as it can be typed here."""
+    from sluice.command.up_screen import tool_path
+
+    return shlex.join([tool_path("sluice"), *words])
 
 
 def fail_line(text: str) -> None:
