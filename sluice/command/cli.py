@@ -10,6 +10,7 @@ Heavy modules are imported by the commands that need them, so that `sluice --hel
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ from sluice.command.cli_simulate import add_simulate
 from sluice.command.cli_support import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_OUTPUT_GONE,
     ConfigOption,
     config_file,
     errors,
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 EPILOG: Final = (
     "Exit status: 0 done; 1 failed; 2 wrong use or configuration; 3 no mesh answers; 4 the mesh"
     " refuses the request; 5 the mesh is busy or not available, try again later; 6 the deadline"
-    " passed; 7 the run waits for a person; 130 interrupted."
+    " passed; 7 the run waits for a person; 130 interrupted; 141 nobody reads the output."
 )
 
 app = typer.Typer(
@@ -188,8 +190,35 @@ def _terminated(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
+class OutputGoneError(BaseException):
+    """The reader of standard output has left, as in `sluice logs | head`. Nothing on the way
+    mistakes it for a failure."""
+
+
+class _Output(io.TextIOWrapper):
+    """Standard output that says so when its reader has left."""
+
+    def write(self, text: str, /) -> int:
+        try:
+            return super().write(text)
+        except BrokenPipeError:
+            raise OutputGoneError from None
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except BrokenPipeError:
+            raise OutputGoneError from None
+
+
 def main() -> None:
     """The entry point; ends the process."""
+    sys.stdout = _Output(
+        sys.stdout.buffer,
+        encoding=sys.stdout.encoding,
+        errors=sys.stdout.errors,
+        line_buffering=sys.stdout.line_buffering,
+    )
     sys.exit(run(sys.argv[1:], os.environ))
 
 
@@ -197,15 +226,16 @@ def run(arguments: list[str], environ: Mapping[str, str]) -> int:
     """Runs one command line; returns its exit status."""
     try:
         result = app(args=with_session_value(arguments) or ["--help"], standalone_mode=False)
+        sys.stdout.flush()
     except typer.Abort:
         return EXIT_INTERRUPTED
     except KeyboardInterrupt:
         errors().print("\ninterrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of a pipe is gone, as in `sluice logs | head`.
+    except OutputGoneError:
+        # What is still buffered goes nowhere, without a word at the interpreter's end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return EXIT_OUTPUT_GONE
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else EXIT_FAILED
     except Exception as error:

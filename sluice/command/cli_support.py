@@ -39,6 +39,7 @@ EXIT_BUSY: Final = 5
 EXIT_DEADLINE: Final = 6
 EXIT_WAITING: Final = 7
 EXIT_INTERRUPTED: Final = 130
+EXIT_OUTPUT_GONE: Final = 141  # as a shell says of what SIGPIPE ended
 
 _BUSY: Final = (Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE, Code.ABORTED)
 _FAULTS: Final = (Code.INTERNAL, Code.UNKNOWN, Code.DATA_LOSS)
