@@ -213,29 +213,37 @@ class _Output(io.TextIOWrapper):
 
 def main() -> None:
     """The entry point; ends the process."""
-    sys.stdout = _Output(
-        sys.stdout.buffer,
-        encoding=sys.stdout.encoding,
-        errors=sys.stdout.errors,
-        line_buffering=sys.stdout.line_buffering,
-    )
+    if getattr(sys.stdout, "buffer", None) is not None:  # it may be closed
+        sys.stdout = _Output(
+            sys.stdout.buffer,
+            encoding=sys.stdout.encoding,
+            errors=sys.stdout.errors,
+            line_buffering=sys.stdout.line_buffering,
+        )
     sys.exit(run(sys.argv[1:], os.environ))
 
 
 def run(arguments: list[str], environ: Mapping[str, str]) -> int:
     """Runs one command line; returns its exit status."""
     try:
+        status = _status(arguments, environ)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OutputGoneError:
+        # What is still buffered goes nowhere, without a word at the interpreter's end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OUTPUT_GONE
+    return status
+
+
+def _status(arguments: list[str], environ: Mapping[str, str]) -> int:
+    try:
         result = app(args=with_session_value(arguments) or ["--help"], standalone_mode=False)
-        sys.stdout.flush()
     except typer.Abort:
         return EXIT_INTERRUPTED
     except KeyboardInterrupt:
         errors().print("\ninterrupted")
         return EXIT_INTERRUPTED
-    except OutputGoneError:
-        # What is still buffered goes nowhere, without a word at the interpreter's end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OUTPUT_GONE
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else EXIT_FAILED
     except Exception as error:
