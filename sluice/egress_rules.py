@@ -195,6 +195,7 @@ class EgressRules:
             if not allowed:
                 raise EgressDeniedError(Rule.ADDRESS)
         return tuple(str(address) for address in dict.fromkeys(addresses))
+
     def may_reach(self, scheme: str, host: str, port: int | None) -> bool:
         """Whether what a URL names may be reached as far as that is known before its name is
         resolved: a literal address, and the names that mean this machine. True for other names."""
@@ -210,7 +211,6 @@ class EgressRules:
         except EgressDeniedError:
             return False
         return True
-
 
 
 def canonical_host(host: str) -> str:

@@ -176,9 +176,7 @@ class Tools:
         )
         if tenant:
             try:
-                tool_rules.check(
-                    one, "tool", configured=False, private=self._registered_private
-                )
+                tool_rules.check(one, "tool", configured=False, private=self._registered_private)
             except SluiceError as error:  # stored before a rule, or past it
                 log.warning("a registered tool is refused", reason=error.reason)
                 return _Entry(one, limits, None, tenant, error.message)

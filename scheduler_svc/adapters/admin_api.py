@@ -187,9 +187,7 @@ class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
         """See admin.proto."""
         state = self._stored(context)
         # What belongs to the machine (files, programs, private addresses) is its configuration's.
-        tool_rules.check(
-            request.tool, "tool", configured=False, private=self._registered_private
-        )
+        tool_rules.check(request.tool, "tool", configured=False, private=self._registered_private)
         return await state.put_tool(request)
 
     async def DeleteTool(

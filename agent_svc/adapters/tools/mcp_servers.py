@@ -63,9 +63,7 @@ class McpServers:
         if tenant and declaration.mcp.command:
             message = "Only the configuration may start programs."
             raise ToolError("TOOL_UNAVAILABLE", message, made=False)
-        rules = egress_rules(
-            declaration.egress, private=self._registered_private if tenant else ()
-        )
+        rules = egress_rules(declaration.egress, private=self._registered_private if tenant else ())
         secrets = Secrets(declaration.mcp.secret_headers, self._environ)
 
         def way() -> AbstractAsyncContextManager[TransportStreams]:
@@ -93,9 +91,7 @@ class McpServers:
             self._sessions -= 1
 
     @asynccontextmanager
-    async def _http(
-        self, server: McpServer, rules: EgressRules
-    ) -> AsyncIterator[TransportStreams]:
+    async def _http(self, server: McpServer, rules: EgressRules) -> AsyncIterator[TransportStreams]:
         headers = server.secrets.headers()
         caps = Caps(body_bytes_max=STREAM_BYTES_MAX, total_s=STREAM_S, read_s=READ_S)
         url, most = server.declaration.mcp.url, server.message_bytes_max
