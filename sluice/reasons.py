@@ -283,6 +283,59 @@ RUNS: Final[Mapping[str, Reason]] = {
     "SESSIONS_FULL": _reason(_BUSY, "tenant", "The tenant's sessions are at a bound.", delay=True),
 }
 
+INSTANCES: Final[Mapping[str, Reason]] = {
+    "GRANT_MISSING": _reason(
+        _MAY_NOT, "instance", "Work without a dispatch grant: it was sent past the gate."
+    ),
+    "GRANT_UNKNOWN_KEY": _reason(
+        _MAY_NOT, "instance", "No scheduler that is known there signed the grant."
+    ),
+    "GRANT_SIGNATURE": _reason(
+        _MAY_NOT, "instance", "The grant's signature is wrong, or it cannot be read."
+    ),
+    "GRANT_EXPIRED": _reason(_MAY_NOT, "instance", "The grant is not valid at this time."),
+    "GRANT_AUDIENCE": _reason(_MAY_NOT, "instance", "The grant is for another instance."),
+    "GRANT_REQUEST": _reason(_MAY_NOT, "instance", "The grant is for other work."),
+    "MODEL_NOT_FOUND": _reason(_NONE, "instance", "The instance serves another model."),
+    "CANNOT_GENERATE": _reason(_NOT_NOW, "instance", "The instance's model only embeds."),
+    "NOT_A_GENERATOR": _reason(_NOT_NOW, "instance", "As CANNOT_GENERATE, of the engine."),
+    "NO_GENERATION": _reason(_NOT_NOW, "instance", "As CANNOT_GENERATE, of the simulated engine."),
+    "CANNOT_EMBED": _reason(_NOT_NOW, "instance", "The instance's model does not embed."),
+    "NOT_AN_EMBEDDER": _reason(_NOT_NOW, "instance", "As CANNOT_EMBED, of the engine."),
+    "NO_EMBEDDINGS": _reason(_NOT_NOW, "instance", "As CANNOT_EMBED, of the simulated engine."),
+    "NOT_CONTINUABLE": _reason(
+        _NOT_NOW, "instance", "An output that was begun elsewhere cannot go on there."
+    ),
+    "CONTINUATION_MISMATCH": _reason(
+        _NOT_NOW, "instance", "As NOT_CONTINUABLE: its beginning does not fit."
+    ),
+    "FINGERPRINT_MISMATCH": _reason(
+        _NOT_NOW, "instance", "As NOT_CONTINUABLE: it was begun with other weights."
+    ),
+    "NO_ROOM": _reason(_BUSY, "instance", "The instance has no room now.", delay=True),
+    "TOKENIZER_BUSY": _reason(
+        _BUSY, "instance", "Too many prompts wait to be tokenised.", delay=True
+    ),
+    "CONSTRAINTS_BUSY": _reason(
+        _BUSY, "instance", "Too many output constraints wait to be compiled.", delay=True
+    ),
+    "CONSTRAINT_COMPILER_DOWN": _reason(
+        _DOWN, "instance", "Output constraints cannot be compiled now.", delay=True
+    ),
+    "STREAM_NOT_READ": _reason(_BUSY, "instance", "A stream of frames was not read."),
+    "ENGINE_DOWN": _reason(_DOWN, "instance", "The engine is not running."),
+    "ENGINE_FAILED": _reason(_DOWN, "instance", "The engine failed."),
+    "ENGINE_DIED": _reason(_DOWN, "instance", "The engine's process died."),
+    "ENGINE_RESTARTED": _reason(_DOWN, "instance", "The engine was started again meanwhile."),
+    "ENGINE_CLOSED": _reason(_DOWN, "instance", "The engine is going down."),
+    "ENGINE_NOT_SERVING": _reason(_DOWN, "instance", "The engine does not serve now."),
+    "STOPPING": _reason(_DOWN, "instance", "The instance is going down."),
+    "INSTANCE_UNREACHABLE": _reason(_DOWN, "instance", "The instance cannot be reached."),
+    "TOO_MANY_INSTANCES": Reason(
+        (_DOWN, _BUSY), "mesh", "An execution service has as many instances as it takes."
+    ),
+}
+
 EDGE: Final[Mapping[str, Reason]] = {
     "BAD_REQUEST": _reason(_BAD, "edge", "The HTTP request or its JSON is malformed."),
     "UNKNOWN_FIELD": _reason(_BAD, "edge", "A JSON field that no message has; it is named."),
@@ -295,7 +348,7 @@ EDGE: Final[Mapping[str, Reason]] = {
     ),
 }
 
-_ALL: Final[Mapping[str, Reason]] = {**EDGE, **ADMIN, **RUNS, **REQUESTS}
+_ALL: Final[Mapping[str, Reason]] = {**INSTANCES, **EDGE, **ADMIN, **RUNS, **REQUESTS}
 
 
 def complete(error: SluiceError) -> SluiceError:
@@ -345,6 +398,7 @@ def render() -> str:
         ("Runs", RUNS),
         ("Administration", ADMIN),
         ("The edge", EDGE),
+        ("Between services", INSTANCES),
     ):
         parts.append(f"\n## {title}\n\n| reason | code | HTTP | scope | delay | meaning |\n")
         parts.append("|---|---|---|---|---|---|\n")
