@@ -6,7 +6,7 @@ list that an attacker would write, names that resolve to loopback; then real cal
 canaries on loopback saw no connection, and each try ended with a typed refusal. Deterministic.
 
 Mutants: egress_address_not_checked, template_argument_not_encoded, redirect_is_a_result,
-once_reuses_connections, any_charset.
+once_reuses_connections, any_charset, operators_networks_stay_closed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a declaration of a tool must be, and what only the configuration may declare.
 
-Mutants: registered_tool_may_open_private_addresses, secret_variables_are_any.
+Mutants: registered_tool_may_open_private_addresses, secret_variables_are_any,
+url_at_a_private_address.
 """
 
 from __future__ import annotations
