@@ -87,13 +87,14 @@ class MeshSettings:
         self.registered_private()
 
     def registered_private(self) -> tuple[PrivateRule, ...]:
-        """``registered_private_allowed`` as rules. Raises ValueError for a wrong entry."""
+        """``registered_private_allowed`` as rules. Raises ConfigError for a wrong entry."""
         rules = []
         for entry in self.registered_private_allowed:
             try:
                 rules.append(parse_private(entry))
             except ValueError as error:
-                raise ValueError(f"registered_private_allowed: {entry!r} {error}") from None
+                where = "mesh.registered_private_allowed"
+                raise ConfigError(where, f"{entry!r} {error}") from None
         return tuple(rules)
 
 
