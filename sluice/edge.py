@@ -69,8 +69,8 @@ _TARGET_VALUES: Mapping[Target, Mapping[str, object]] = {
 class JsonRoute(NamedTuple):
     """A route of the JSON API. `path` is as annotated; `pattern` is a regular expression for it,
     empty where it has no variables. `body` is the message that its body holds, empty for none.
-    `query`: the message whose fields it takes as query parameters, empty for none. `streams`: whether
-    it answers one value a line."""
+    `query`: the message whose fields it takes as query parameters, empty for none. `streams`:
+    whether it answers one value a line."""
 
     verb: str
     path: str

@@ -315,8 +315,8 @@ def tools(
     endpoint: EndpointOption = "",
     key_file: KeyFileOption = None,
 ) -> None:
-    """List the tools that runs of this key's tenant may use. Agent services read the [[tool]] tables
-    of sluice.toml when they start: a change there needs a restart (make down, make up); what
+    """List the tools that runs of this key's tenant may use. Agent services read the [[tool]]
+    tables of sluice.toml when they start: a change there needs a restart (make down, make up); what
     `sluice tools add` registers holds within seconds."""
     from sluice.scheduler.v1 import runs_pb2
 
