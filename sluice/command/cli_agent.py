@@ -45,7 +45,6 @@ from sluice.command.cli_support import (
     span_s,
     status_of,
 )
-
 from sluice.errors import failed_precondition
 
 if TYPE_CHECKING:

@@ -102,11 +102,7 @@ def test_every_reason_in_the_list_is_raised_somewhere() -> None:
         for path in (ROOT / package).rglob("*.py")
         if path.name != "reasons.py"
     )
-    unused = {
-        reason
-        for reason in LISTED
-        if reason not in used and f'"{reason}"' not in named
-    }
+    unused = {reason for reason in LISTED if reason not in used and f'"{reason}"' not in named}
     assert unused == set()
     assert [reason for reason in reasons.EDGE if reason not in text] == []
 
