@@ -218,7 +218,7 @@ def main() -> None:
             sys.stdout.buffer,
             encoding=sys.stdout.encoding,
             errors=sys.stdout.errors,
-            line_buffering=sys.stdout.line_buffering,
+            line_buffering=bool(sys.stdout.line_buffering),
         )
     sys.exit(run(sys.argv[1:], os.environ))
 
