@@ -22,7 +22,7 @@ call RunAgent '{"task":"What is 17.5 times 4?","tools":["calculator"],"tool_choi
 
 echo "# A run in the background that needs a person's word: it waits at a step."
 task='{"task":"Open a ticket: the lamp flickers.","tools":["desk"],"tool_choice":"TOOL_CHOICE_EACH","background":true}'
-run=$(call RunAgent "$task" | field event.runId)
+run=$(call RunAgent "$task" | field event.run_id)
 until call GetRun "{\"run_id\":\"$run\"}" | grep -q RUN_STATE_WAITING; do sleep 0.2; done
 # A watch goes on for as long as the run waits: this one ends by its deadline.
 events=$(call WatchRun "{\"run_id\":\"$run\"}" -max-time 2 2>/dev/null || true)
@@ -33,14 +33,14 @@ call ResumeRun "{\"run_id\":\"$run\",\"step\":$step,\"decision\":\"RESUME_DECISI
 call WatchRun "{\"run_id\":\"$run\"}"
 
 echo "# A conversation that the mesh keeps: a session, and a turn in it."
-session=$(call CreateSession '{}' | field session.sessionId)
+session=$(call CreateSession '{}' | field session.session_id)
 call RunAgent "{\"task\":\"Good morning\",\"session_id\":\"$session\"}"
 call GetSession "{\"session_id\":\"$session\"}"
 call DeleteSession "{\"session_id\":\"$session\"}"
 
 echo "# A document: stored, made searchable by a run, found."
 place='"collection":"kitchen","document_id":"kettle.txt"'
-run=$(call PutDocument "{$place,\"text\":\"A kettle boils water.\",\"media_type\":\"text/plain\"}" | field runId)
+run=$(call PutDocument "{$place,\"text\":\"A kettle boils water.\",\"media_type\":\"text/plain\"}" | field run_id)
 call WatchRun "{\"run_id\":\"$run\"}"
 call GetDocument "{$place}"
 call SearchDocuments '{"collection":"kitchen","query":"What boils water?","top_k":1}'
