@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +31,7 @@ from sluice.agent.v1 import agent_pb2, agent_pb2_grpc
 from sluice.channels import open_channel
 from sluice.config import config_path, load
 from sluice.deadline import MethodDeadline
+from sluice.egress_rules import PrivateRule
 from sluice.ids import new_epoch
 from sluice.mesh_config import MeshSettings
 from sluice.server import Health, MeshServer, run, serve_until_signalled
@@ -46,12 +48,19 @@ class Parts:
     a wrong declaration."""
 
     def __init__(
-        self, config: AgentConfig, path: Path | None, health: Health, telemetry: Telemetry
+        self,
+        config: AgentConfig,
+        path: Path | None,
+        health: Health,
+        telemetry: Telemetry,
+        registered_private: Sequence[PrivateRule] = (),
     ) -> None:
         self._config = config
         self._state = open_channel(config.state)
         self.rights = TenantRights(self._state)
-        self.tools = ToolParts(path, self._state, telemetry, os.environ, config.folder)
+        self.tools = ToolParts(
+            path, self._state, telemetry, os.environ, config.folder, registered_private
+        )
         self._models = MeshModels(config.schedulers)
         runs = StateRuns(self._state, config.state_timeout_s)
         outside = Outside(
@@ -129,7 +138,7 @@ async def serve() -> int:
         metric_interval_s=mesh.metric_interval_s,
     )
     health = Health()
-    parts = Parts(config, path, health, telemetry)
+    parts = Parts(config, path, health, telemetry, mesh.registered_private())
     server = MeshServer(
         "agent",
         [config.bind],

@@ -62,6 +62,14 @@ class IngestSpec:
     model: str
 
 
+class RunKind(Enum):
+    """What a run is."""
+
+    TASK = "task"
+    TURN = "turn"
+    INGEST = "ingest"
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """A run as it was admitted. ``credential`` and ``sampling`` are serialized messages that only
@@ -73,6 +81,13 @@ class Spec:
     model: str = ""
     sampling: bytes = b""
     traceparent: str = ""
+
+    @property
+    def kind(self) -> RunKind:
+        """What it is."""
+        if isinstance(self.work, IngestSpec):
+            return RunKind.INGEST
+        return RunKind.TURN if self.work.turn else RunKind.TASK
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +146,7 @@ class Summary:
     session_id: str = ""
     answer: str = ""
     failure: Failure | None = None
+    kind: RunKind = RunKind.TASK
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from agent_svc.adapters.tools.mcp_servers import McpServers
 from agent_svc.adapters.tools.runner import Runner
 from sluice.agent.v1.tools_pb2 import ToolDeclaration
 from sluice.config import ConfigError
+from sluice.egress_rules import PrivateRule
 from sluice.errors import SluiceError
 from sluice.telemetry import Telemetry
 from sluice.telemetry_names import EGRESS_REFUSALS
@@ -27,7 +28,7 @@ TOOLS_MAX = 256  # [[tool]] tables
 class ToolParts:
     """All that tools need; one per process. ``path``: of sluice.toml; ``state``: a channel to the
     state service, which the caller closes; ``folder``: what relative paths count from, unset: the
-    file's own folder."""
+    file's own folder; ``registered_private``: what registered tools may reach besides."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class ToolParts:
         telemetry: Telemetry,
         environ: Mapping[str, str],
         folder: Path | None = None,
+        registered_private: Sequence[PrivateRule] = (),
     ) -> None:
         """Raises ConfigError naming table and field of a wrong declaration."""
         self._guard = EgressGuard()
@@ -45,10 +47,19 @@ class ToolParts:
         )
         store = StateTools(state)
         root = (folder or (path.parent if path is not None else Path())).absolute()
-        self._mcp = McpServers(self._guard, environ, root)
-        sources = Sources(self._guard, store, environ=environ, root=root, mcp=self._mcp.server)
+        self._mcp = McpServers(self._guard, environ, root, registered_private)
+        sources = Sources(
+            self._guard,
+            store,
+            environ=environ,
+            root=root,
+            mcp=self._mcp.server,
+            registered_private=registered_private,
+        )
         try:
-            self.box = Tools(declared(path), sources, Runner(store, telemetry), store)
+            self.box = Tools(
+                declared(path), sources, Runner(store, telemetry), store, registered_private
+            )
         except SluiceError as error:
             wrong = error.fields[0]
             raise ConfigError(wrong.field, wrong.description) from None

@@ -2,7 +2,9 @@
 # One answer over HTTP and JSON. Usage: examples/curl.sh ["question"]
 set -euo pipefail
 
-address=${SLUICE_ADDRESS:-localhost:8080}
+# The address of the mesh that `make up` started here; SLUICE_ENDPOINT names another.
+running=$(python3 -c 'import json; print(json.load(open(".sluice/run/envoy.json"))["ports"]["http"])' 2>/dev/null || true)
+address=${SLUICE_ENDPOINT:-${running:-localhost:8080}}
 key=$(cat "${SLUICE_KEY_FILE:-.sluice/api-key}")
 question=${1:-What is the capital of France?}
 

@@ -1,5 +1,6 @@
 """Reading a refusal: its code, reason, field and retry delay."""
 
+import json
 import os
 from pathlib import Path
 
@@ -9,7 +10,10 @@ from grpc_status import rpc_status
 
 from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
 
-address = os.environ.get("SLUICE_ADDRESS", "localhost:8080")
+# The address of the mesh that `make up` started here; SLUICE_ENDPOINT names another.
+record = Path(".sluice/run/envoy.json")
+running = json.loads(record.read_text())["ports"]["http"] if record.exists() else "localhost:8080"
+address = os.environ.get("SLUICE_ENDPOINT") or running
 key = Path(os.environ.get("SLUICE_KEY_FILE", ".sluice/api-key")).read_text().strip()
 
 request = generate_pb2.GenerateTextRequest(prompt="Hello")

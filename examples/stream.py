@@ -1,5 +1,6 @@
 """A streamed answer with the Python stub: ``.venv/bin/python examples/stream.py [question]``."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -8,7 +9,10 @@ import grpc
 
 from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
 
-address = os.environ.get("SLUICE_ADDRESS", "localhost:8080")
+# The address of the mesh that `make up` started here; SLUICE_ENDPOINT names another.
+record = Path(".sluice/run/envoy.json")
+running = json.loads(record.read_text())["ports"]["http"] if record.exists() else "localhost:8080"
+address = os.environ.get("SLUICE_ENDPOINT") or running
 key = Path(os.environ.get("SLUICE_KEY_FILE", ".sluice/api-key")).read_text().strip()
 question = sys.argv[1] if len(sys.argv) > 1 else "What is the capital of France?"
 

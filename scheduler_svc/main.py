@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -59,6 +60,7 @@ from sluice import telemetry_names as names
 from sluice.channels import ChannelLimits, is_target, open_channel
 from sluice.config import ConfigError, config_path, load
 from sluice.deadline import MethodDeadline
+from sluice.egress_rules import PrivateRule
 from sluice.execution.v1 import execution_pb2_grpc
 from sluice.frames_grpc import client_connection
 from sluice.grants import PUBLIC_FOLDER, GrantSigner
@@ -90,8 +92,15 @@ WATCH_DRAIN_S: Final = 2.0  # for watches of runs that are about to end
 class Parts:
     """The parts of a scheduler and the tasks that keep them going."""
 
-    def __init__(self, config: SchedulerConfig, telemetry: Telemetry, health: Health) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        telemetry: Telemetry,
+        health: Health,
+        registered_private: Sequence[PrivateRule] = (),
+    ) -> None:
         self._config = config
+        self._registered_private = registered_private
         self._channels = {target: open_channel(target) for target in config.executions}
         flush = FlushBudget(config.write_cost_us * 1e-6, config.write_share, config.write_capacity)
         domain = Scheduler(domain_limits(config), POLICIES[config.placement](0))
@@ -196,6 +205,7 @@ class Parts:
             self.tenants,
             catalog,
             StateAdmin(channel) if channel is not None else None,
+            self._registered_private,
         )
 
     def _watch_of_state(self, aliases: AliasTable, health: Health) -> StateWatch | None:
@@ -311,7 +321,7 @@ async def serve() -> int:
         metric_interval_s=mesh.metric_interval_s,
     )
     health = Health()
-    parts = Parts(config, telemetry, health)
+    parts = Parts(config, telemetry, health, mesh.registered_private())
     # A class's own default applies where a caller sets no deadline; see ClassTimes.
     longest = MethodDeadline(config.deadline_max_s, config.deadline_max_s)
     deadlines = {

@@ -28,6 +28,7 @@ from typing import Final, NamedTuple, Protocol
 import jinja2
 from google.api import annotations_pb2
 from google.protobuf import descriptor_pb2
+from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 
 from sluice.config import ConfigError, load
@@ -68,18 +69,20 @@ _TARGET_VALUES: Mapping[Target, Mapping[str, object]] = {
 class JsonRoute(NamedTuple):
     """A route of the JSON API. `path` is as annotated; `pattern` is a regular expression for it,
     empty where it has no variables. `body` is the message that its body holds, empty for none.
-    `query`: whether it takes query parameters. `streams`: whether it answers one value a line."""
+    `query`: the message whose fields it takes as query parameters, empty for none. `streams`:
+    whether it answers one value a line."""
 
     verb: str
     path: str
     body: str
     pattern: str
-    query: bool
+    query: str
     streams: bool
 
 
 # The forms of http annotations that the template routes: whole segments as variables, one that
 # takes the rest of the path, no partial bodies.
+DURATION: Final = "duration"
 VARIABLE: Final = re.compile(r"\{([a-z_]+)(=\*\*)?\}")
 _BODY_OF_VERB: Mapping[str, str] = {"get": "", "delete": "", "post": "*", "put": "*", "patch": "*"}
 
@@ -136,12 +139,15 @@ def render(envoy: EnvoySettings, mesh: MeshView) -> str:
     )
     image = descriptor_pb2.FileDescriptorSet(file=files.values())
     bodies = [route for route in routes if route.body]
+    asked = [route for route in routes if route.query]
     lua = environment.get_template(LUA.name).render(
-        messages=_fields(files, [route.body for route in bodies]),
+        messages=_fields(files, [route.body or route.query for route in bodies + asked]),
+        enums=_enums(files),
         bodies={route.path: route.body for route in bodies if not route.pattern},
         patterns=[
             (route.verb, lua_pattern(route.path), route.body) for route in bodies if route.pattern
         ],
+        queries=[(route.verb, lua_pattern(route.path), route.query) for route in asked],
         streams=[(route.verb, lua_pattern(route.path)) for route in routes if route.streams],
     )
     return environment.get_template(TEMPLATE.name).render(
@@ -264,7 +270,7 @@ def _json_routes(files: Mapping[str, descriptor_pb2.FileDescriptorProto]) -> lis
                     path=path,
                     body=message if binding.body else "",
                     pattern=route_pattern(path) if variables else "",
-                    query=not binding.body and bool(left),
+                    query=message if not binding.body and left else "",
                     streams=method.server_streaming,
                 )
             )
@@ -308,12 +314,14 @@ def _lua_escaped(text: str) -> str:
 def _fields(
     files: Mapping[str, descriptor_pb2.FileDescriptorProto], roots: Iterable[str]
 ) -> dict[str, dict[str, str | bool]]:
-    """Message -> JSON name of a field -> its message, or False where nothing below is checked.
+    """Message -> JSON name of a field -> its message, its enum, DURATION, or False where nothing is
+    checked.
 
     Holds `roots` and what they reach. Both names that proto JSON permits are there. Maps and
     google.* messages have JSON forms of their own and are not looked into.
     """
     known = {f"{f.package}.{m.name}": m for f in files.values() for m in f.message_type}
+    enums = _enums(files)
     found: dict[str, dict[str, str | bool]] = {}
     waiting = list(roots)
     while waiting:
@@ -323,11 +331,33 @@ def _fields(
         found[name] = {}
         for field in known[name].field:
             kind = field.type_name.removeprefix(".")
-            checked = kind in known and not kind.startswith("google.")
-            for json_name in (field.name, field.json_name):
-                found[name][json_name] = kind if checked else False
-            if checked:
+            checked: str | bool = False
+            if kind in enums:
+                checked = kind
+            elif kind == Duration.DESCRIPTOR.full_name:
+                checked = DURATION
+            elif kind in known and not kind.startswith("google."):
+                checked = kind
                 waiting.append(kind)
+            for json_name in (field.name, field.json_name):
+                found[name][json_name] = checked
+    return found
+
+
+class EnumWords(NamedTuple):
+    """The words of an enum: each, and those to choose from as one text."""
+
+    known: list[str]
+    text: str
+
+
+def _enums(files: Mapping[str, descriptor_pb2.FileDescriptorProto]) -> dict[str, EnumWords]:
+    found = {}
+    for file in files.values():
+        for enum in file.enum_type:
+            words = [value.name for value in enum.value]
+            shown = [word for word in words if not word.endswith("_UNSPECIFIED")]
+            found[f"{file.package}.{enum.name}"] = EnumWords(words, ", ".join(shown))
     return found
 
 

@@ -196,6 +196,22 @@ class EgressRules:
                 raise EgressDeniedError(Rule.ADDRESS)
         return tuple(str(address) for address in dict.fromkeys(addresses))
 
+    def may_reach(self, scheme: str, host: str, port: int | None) -> bool:
+        """Whether what a URL names may be reached as far as that is known before its name is
+        resolved: a literal address, and the names that mean this machine. True for other names."""
+        try:
+            name = canonical_host(host)
+            if name == "localhost" or name.endswith(".localhost"):
+                texts = ["127.0.0.1"]
+            elif _is_address(name):
+                texts = [name]
+            else:
+                return True
+            self.check_addresses(name, port or DEFAULT_PORTS.get(scheme, 0), texts)
+        except EgressDeniedError:
+            return False
+        return True
+
 
 def canonical_host(host: str) -> str:
     """Lower case; an address in its one canonical form. Raises EgressDeniedError for anything that

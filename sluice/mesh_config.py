@@ -20,6 +20,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from sluice.config import ConfigError, load, section, setting
+from sluice.egress_rules import PrivateRule, parse_private
 
 INSTANCES_MAX = 64
 PORT_MAX = 65_535
@@ -73,9 +74,28 @@ class MeshSettings:
     metric_interval_s: float = setting(
         10.0, unit="s", ge=1.0, le=300.0, help="How often metrics are exported."
     )
+    registered_private_allowed: tuple[str, ...] = setting(
+        (),
+        unit="entries",
+        ge=0,
+        le=64,
+        help="Private addresses that tools registered for tenants may reach: HOST:PORT or a CIDR.",
+    )
 
     def __post_init__(self) -> None:
         otlp_address(self.otlp_endpoint)
+        self.registered_private()
+
+    def registered_private(self) -> tuple[PrivateRule, ...]:
+        """``registered_private_allowed`` as rules. Raises ConfigError for a wrong entry."""
+        rules = []
+        for entry in self.registered_private_allowed:
+            try:
+                rules.append(parse_private(entry))
+            except ValueError as error:
+                where = "mesh.registered_private_allowed"
+                raise ConfigError(where, f"{entry!r} {error}") from None
+        return tuple(rules)
 
 
 @section("local")

@@ -88,12 +88,18 @@ REQUESTS: Final[Mapping[str, Reason]] = {
     "AGENT_REFUSED": Reason(
         (_MAY_NOT, _BUSY),
         "tenant",
-        "The agent path is closed; `gate_reason` says why: NOT_ALLOWED, TOO_MANY_RUNS, SATURATED.",
+        "The agent path is closed; `gate_reason` says why: NOT_ALLOWED (an operator opens it by"
+        " `sluice tenants set TENANT --agents`), TOO_MANY_RUNS, SATURATED.",
     ),
     "AGENT_SERVICE_MISSING": _reason(_DOWN, "mesh", "This mesh has no agent service."),
     "AGENT_UNREACHABLE": _reason(_DOWN, "mesh", "No agent service answers now.", delay=True),
     "SESSIONS_NOT_ALLOWED": _reason(_MAY_NOT, "tenant", "The tenant may not keep sessions."),
-    "TOOL_NOT_ALLOWED": _reason(_MAY_NOT, "tenant", "A tool is not in the tenant's list."),
+    "TOOL_NOT_ALLOWED": _reason(
+        _MAY_NOT,
+        "tenant",
+        "A tool is not in the tenant's list; `tool` names it. An operator adds it by"
+        " `sluice tenants set TENANT --add-tool TOOL`.",
+    ),
     # Quotas; QuotaFailure names the one that is used up.
     "QUOTA_EXCEEDED": _reason(_BUSY, "tenant", "A quota of the tenant is used up.", delay=True),
     "QUOTA_TOO_SMALL": _reason(
@@ -149,6 +155,16 @@ REQUESTS: Final[Mapping[str, Reason]] = {
     "CALL_CANCELLED": _reason(_DOWN, "scheduler", "The server ended the call."),
     "INTERNAL": _reason(
         Code.INTERNAL, "mesh", "A fault of the mesh; its log holds more under the request id."
+    ),
+    # What says no reason of ours: a proxy, a connection, a library.
+    "PEER_UNAVAILABLE": _reason(
+        _DOWN, "mesh", "A service of the mesh, or one before it, does not answer now: ask again."
+    ),
+    "PEER_RESOURCE_EXHAUSTED": _reason(
+        _BUSY, "request", "The message exceeds what a service on its way takes, or that is full."
+    ),
+    "PEER_CANCELLED": _reason(
+        Code.CANCELLED, "request", "The call was ended on its way: ask again."
     ),
     # Records and usage.
     "DECISION_UNKNOWN": _reason(_NONE, "request", "No decision record of such a request is kept."),
@@ -263,7 +279,9 @@ RUNS: Final[Mapping[str, Reason]] = {
     "LEASE_LOST": _reason(Code.ABORTED, "run", "Another agent service holds the run now."),
     # Stored runs and sessions. `limit` names the bound, a setting of the state service.
     "RUN_UNKNOWN": _reason(_NONE, "run", "No such run of this tenant."),
-    "NOT_WAITING": _reason(_NOT_NOW, "run", "The run does not wait at this step."),
+    "NOT_WAITING": _reason(
+        _NOT_NOW, "run", "The run does not wait, or not at this step; `state` says how it is."
+    ),
     "TOO_MANY_RUNS": _reason(
         _BUSY, "tenant", "The tenant has as many open runs as it may have.", delay=True
     ),
@@ -275,6 +293,59 @@ RUNS: Final[Mapping[str, Reason]] = {
     ),
     "SESSION_FULL": _reason(_NOT_NOW, "session", "The session is at a bound."),
     "SESSIONS_FULL": _reason(_BUSY, "tenant", "The tenant's sessions are at a bound.", delay=True),
+}
+
+INSTANCES: Final[Mapping[str, Reason]] = {
+    "GRANT_MISSING": _reason(
+        _MAY_NOT, "instance", "Work without a dispatch grant: it was sent past the gate."
+    ),
+    "GRANT_UNKNOWN_KEY": _reason(
+        _MAY_NOT, "instance", "No scheduler that is known there signed the grant."
+    ),
+    "GRANT_SIGNATURE": _reason(
+        _MAY_NOT, "instance", "The grant's signature is wrong, or it cannot be read."
+    ),
+    "GRANT_EXPIRED": _reason(_MAY_NOT, "instance", "The grant is not valid at this time."),
+    "GRANT_AUDIENCE": _reason(_MAY_NOT, "instance", "The grant is for another instance."),
+    "GRANT_REQUEST": _reason(_MAY_NOT, "instance", "The grant is for other work."),
+    "MODEL_NOT_FOUND": _reason(_NONE, "instance", "The instance serves another model."),
+    "CANNOT_GENERATE": _reason(_NOT_NOW, "instance", "The instance's model only embeds."),
+    "NOT_A_GENERATOR": _reason(_NOT_NOW, "instance", "As CANNOT_GENERATE, of the engine."),
+    "NO_GENERATION": _reason(_NOT_NOW, "instance", "As CANNOT_GENERATE, of the simulated engine."),
+    "CANNOT_EMBED": _reason(_NOT_NOW, "instance", "The instance's model does not embed."),
+    "NOT_AN_EMBEDDER": _reason(_NOT_NOW, "instance", "As CANNOT_EMBED, of the engine."),
+    "NO_EMBEDDINGS": _reason(_NOT_NOW, "instance", "As CANNOT_EMBED, of the simulated engine."),
+    "NOT_CONTINUABLE": _reason(
+        _NOT_NOW, "instance", "An output that was begun elsewhere cannot go on there."
+    ),
+    "CONTINUATION_MISMATCH": _reason(
+        _NOT_NOW, "instance", "As NOT_CONTINUABLE: its beginning does not fit."
+    ),
+    "FINGERPRINT_MISMATCH": _reason(
+        _NOT_NOW, "instance", "As NOT_CONTINUABLE: it was begun with other weights."
+    ),
+    "NO_ROOM": _reason(_BUSY, "instance", "The instance has no room now.", delay=True),
+    "TOKENIZER_BUSY": _reason(
+        _BUSY, "instance", "Too many prompts wait to be tokenised.", delay=True
+    ),
+    "CONSTRAINTS_BUSY": _reason(
+        _BUSY, "instance", "Too many output constraints wait to be compiled.", delay=True
+    ),
+    "CONSTRAINT_COMPILER_DOWN": _reason(
+        _DOWN, "instance", "Output constraints cannot be compiled now.", delay=True
+    ),
+    "STREAM_NOT_READ": _reason(_BUSY, "instance", "A stream of frames was not read."),
+    "ENGINE_DOWN": _reason(_DOWN, "instance", "The engine is not running."),
+    "ENGINE_FAILED": _reason(_DOWN, "instance", "The engine failed."),
+    "ENGINE_DIED": _reason(_DOWN, "instance", "The engine's process died."),
+    "ENGINE_RESTARTED": _reason(_DOWN, "instance", "The engine was started again meanwhile."),
+    "ENGINE_CLOSED": _reason(_DOWN, "instance", "The engine is going down."),
+    "ENGINE_NOT_SERVING": _reason(_DOWN, "instance", "The engine does not serve now."),
+    "STOPPING": _reason(_DOWN, "instance", "The instance is going down."),
+    "INSTANCE_UNREACHABLE": _reason(_DOWN, "instance", "The instance cannot be reached."),
+    "TOO_MANY_INSTANCES": Reason(
+        (_DOWN, _BUSY), "mesh", "An execution service has as many instances as it takes."
+    ),
 }
 
 EDGE: Final[Mapping[str, Reason]] = {
@@ -289,7 +360,7 @@ EDGE: Final[Mapping[str, Reason]] = {
     ),
 }
 
-_ALL: Final[Mapping[str, Reason]] = {**EDGE, **ADMIN, **RUNS, **REQUESTS}
+_ALL: Final[Mapping[str, Reason]] = {**INSTANCES, **EDGE, **ADMIN, **RUNS, **REQUESTS}
 
 
 def complete(error: SluiceError) -> SluiceError:
@@ -339,6 +410,7 @@ def render() -> str:
         ("Runs", RUNS),
         ("Administration", ADMIN),
         ("The edge", EDGE),
+        ("Between services", INSTANCES),
     ):
         parts.append(f"\n## {title}\n\n| reason | code | HTTP | scope | delay | meaning |\n")
         parts.append("|---|---|---|---|---|---|\n")

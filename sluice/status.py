@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NoReturn, Protocol, cast
+from typing import Final, NoReturn, Protocol, cast
 
 import grpc
 import grpc.aio
@@ -137,6 +137,20 @@ def from_status(status: status_pb2.Status) -> SluiceError:
     )
 
 
+# What is said of a status without details of ours; where no word is here, its code alone.
+_FOREIGN: Final = {
+    Code.UNAVAILABLE: (
+        "PEER_UNAVAILABLE",
+        "A service of the mesh, or one before it, does not answer now; ask again in a moment.",
+    ),
+    Code.RESOURCE_EXHAUSTED: (
+        "PEER_RESOURCE_EXHAUSTED",
+        "The message exceeds what a service on its way takes, or that is full.",
+    ),
+    Code.CANCELLED: ("PEER_CANCELLED", "The call was ended on its way; ask again."),
+}
+
+
 def foreign(code: Code, retry_after_s: float | None = None) -> SluiceError:
     """The error for a status that carries no details of ours: a proxy's, the library's own (no
     connection, message too large, deadline), or a foreign server's."""
@@ -144,12 +158,10 @@ def foreign(code: Code, retry_after_s: float | None = None) -> SluiceError:
         return SluiceError(
             code, "DEADLINE_EXCEEDED", "The deadline passed before the work was done."
         )
-    return SluiceError(
-        code,
-        f"PEER_{code.name}",
-        f"The next service answered {code.name}.",
-        retry_after_s=retry_after_s,
+    reason, text = _FOREIGN.get(
+        code, (f"PEER_{code.name}", f"A service on the way answered {code.name} without a reason.")
     )
+    return SluiceError(code, reason, text, retry_after_s=retry_after_s)
 
 
 def _code(number: int) -> Code:

@@ -51,7 +51,7 @@ def parse(table: Mapping[str, object], where: str) -> tools_pb2.ToolDeclaration:
 
 def read_table(table: Mapping[str, object], where: str) -> tools_pb2.ToolDeclaration:
     """The same without judging it: that is for whom it is sent to. Raises ConfigError for a field
-    that does not exist or has another type."""
+    that does not exist or has another type. `where` may be empty."""
     tool = tools_pb2.ToolDeclaration()
     _fill(tool, table, where)
     return tool
@@ -59,7 +59,7 @@ def read_table(table: Mapping[str, object], where: str) -> tools_pb2.ToolDeclara
 
 def _fill(message: Message, table: Mapping[str, object], where: str) -> None:
     for key, value in table.items():
-        here = f"{where}.{key}"
+        here = f"{where}.{key}" if where else key
         if key == _SCHEMA and isinstance(value, Mapping):
             key, value = f"{_SCHEMA}_json", json.dumps(value)
         known = message.DESCRIPTOR.fields_by_name

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from google.protobuf.duration_pb2 import Duration
 
 from sluice.agent.v1 import tools_pb2
-from sluice.egress_rules import EgressRules, parse_host, parse_private
+from sluice.egress_rules import EgressRules, PrivateRule, parse_host, parse_private
 from sluice.errors import SluiceError, invalid
 from sluice.json_schemas import check_schema
 
@@ -63,13 +63,24 @@ HEADERS_OF_TRANSPORT: Final = frozenset(
     ]
 )
 PLACEHOLDER: Final = re.compile(r"\{([A-Za-z0-9_-]{1,64})\}")
+_PRIVATE: Final = (
+    "names a private address: only tools of sluice.toml may reach private addresses, by"
+    " egress.private_allowed; registered ones what mesh.registered_private_allowed names"
+)
 
 Declaration = tools_pb2.ToolDeclaration
 
 
-def check(tool: Declaration, where: str = "tool", *, configured: bool) -> None:
+def check(
+    tool: Declaration,
+    where: str = "tool",
+    *,
+    configured: bool,
+    private: Sequence[PrivateRule] = (),
+) -> None:
     """Raises INVALID_ARGUMENT that names the field below ``where``. ``configured``: whether it
-    stands in the configuration and so may use what belongs to the machine."""
+    stands in the configuration and so may use what belongs to the machine. ``private``: what the
+    operator lets registered ones reach (``mesh.registered_private_allowed``)."""
     if not NAME.fullmatch(tool.name) or JOINT in tool.name:
         raise invalid(f"{where}.name", f"must be [a-zA-Z0-9_-], 1 to 64 characters, no {JOINT}")
     if not 1 <= len(tool.description.encode()) <= DESCRIPTION_BYTES_MAX:
@@ -80,7 +91,7 @@ def check(tool: Declaration, where: str = "tool", *, configured: bool) -> None:
     kind = tool.WhichOneof("kind")
     if kind is None:
         raise invalid(where, "must say what it is: " + ", ".join(_KINDS))
-    rules = egress_rules(tool.egress, f"{where}.egress")
+    rules = egress_rules(tool.egress, f"{where}.egress", () if configured else private)
     if tool.egress.private_allowed and not configured:
         raise only_configured(f"{where}.egress.private_allowed")
     _KINDS[kind](tool, f"{where}.{kind}", rules, configured)
@@ -106,8 +117,11 @@ def preview_bytes(tool: Declaration) -> int:
     return min(tool.preview_bytes or PREVIEW_BYTES, output_bytes_max(tool))
 
 
-def egress_rules(egress: tools_pb2.Egress, where: str = "egress") -> EgressRules:
-    """Where its connections may go. Raises INVALID_ARGUMENT."""
+def egress_rules(
+    egress: tools_pb2.Egress, where: str = "egress", private: Sequence[PrivateRule] = ()
+) -> EgressRules:
+    """Where its connections may go; ``private``: what it may reach besides, as the operator says of
+    registered tools. Raises INVALID_ARGUMENT."""
     parts: dict[str, tuple[Any, ...]] = {}
     for field, parse in (("hosts", parse_host), ("private_allowed", parse_private)):
         texts = getattr(egress, field)
@@ -116,7 +130,7 @@ def egress_rules(egress: tools_pb2.Egress, where: str = "egress") -> EgressRules
         parts[field] = tuple(
             _parsed(text, f"{where}.{field}[{i}]", parse) for i, text in enumerate(texts)
         )
-    return EgressRules(parts["hosts"], parts["private_allowed"])
+    return EgressRules(parts["hosts"], (*parts["private_allowed"], *private))
 
 
 def _parsed(text: str, field: str, parse: Callable[[str], object]) -> object:
@@ -164,6 +178,8 @@ def check_url(url: str, where: str, rules: EgressRules, *, template: bool = Fals
         raise invalid(where, "may hold {name} only in its path and query")
     if not rules.allows(parts.scheme, host, port):
         raise invalid(where, "names a host or port that egress.hosts does not allow")
+    if not rules.may_reach(parts.scheme, host, port):
+        raise invalid(where, _PRIVATE)
 
 
 def _check_headers(headers: Mapping[str, str], field: str) -> None:

@@ -215,4 +215,5 @@ class Journal:
             session_id=self._held.claimed.session_id,
             answer=ended.answer if ended else "",
             failure=ended.failure if ended else None,
+            kind=self._spec.kind,
         )

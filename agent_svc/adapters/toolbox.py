@@ -23,6 +23,7 @@ from agent_svc.domain.authority import grants, owners
 from agent_svc.ports import DescribedSource, Tool, ToolError, ToolSource, ToolStatus
 from sluice import logs, tool_rules
 from sluice.agent.v1.tools_pb2 import ToolDeclaration
+from sluice.egress_rules import PrivateRule
 from sluice.errors import SluiceError, invalid, unavailable
 
 KEPT_S: Final = 3.0
@@ -65,11 +66,14 @@ class Tools:
         sources: Sources,
         runner: Runner,
         registered: RegisteredTools | None = None,
+        registered_private: Sequence[PrivateRule] = (),
     ) -> None:
-        """Raises SluiceError INVALID_ARGUMENT naming table and field of a wrong declaration."""
+        """``registered_private``: what registered tools may reach beside public addresses. Raises
+        SluiceError INVALID_ARGUMENT naming table and field of a wrong declaration."""
         self._sources = sources
         self._runner = runner
         self._registered = registered
+        self._registered_private = registered_private
         self._configured: dict[str, _Entry] = {}
         for index, one in enumerate(declarations):
             tool_rules.check(one, f"tool[{index}]", configured=True)
@@ -172,7 +176,7 @@ class Tools:
         )
         if tenant:
             try:
-                tool_rules.check(one, "tool", configured=False)
+                tool_rules.check(one, "tool", configured=False, private=self._registered_private)
             except SluiceError as error:  # stored before a rule, or past it
                 log.warning("a registered tool is refused", reason=error.reason)
                 return _Entry(one, limits, None, tenant, error.message)

@@ -14,7 +14,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import status_pb2
 
 from agent_svc.domain import model
-from agent_svc.run_ports import IngestSpec, Spec, Summary, TaskSpec
+from agent_svc.run_ports import IngestSpec, RunKind, Spec, Summary, TaskSpec
 from sluice.common.v1 import input_pb2, result_pb2
 from sluice.errors import SluiceError
 from sluice.scheduler.v1 import runs_pb2, spec_pb2
@@ -30,6 +30,11 @@ _CHOICES: Final = {
     runs_pb2.TOOL_CHOICE_AUTO: model.Choice.AUTO,
     runs_pb2.TOOL_CHOICE_REQUIRED: model.Choice.REQUIRED,
     runs_pb2.TOOL_CHOICE_EACH: model.Choice.EACH,
+}
+_RUN_KINDS: Final = {
+    RunKind.TASK: runs_pb2.RUN_KIND_TASK,
+    RunKind.TURN: runs_pb2.RUN_KIND_TURN,
+    RunKind.INGEST: runs_pb2.RUN_KIND_INGEST,
 }
 _WAITS: Final = {
     model.WaitReason.APPROVAL: runs_pb2.WAIT_REASON_APPROVAL,
@@ -350,6 +355,7 @@ def summary_bytes(summary: Summary) -> bytes:
         budget=budget_message(summary.budget),
         model=summary.model,
         session_id=summary.session_id,
+        kind=_RUN_KINDS[summary.kind],
     )
     return message.SerializeToString()
 

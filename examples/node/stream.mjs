@@ -1,10 +1,13 @@
 // A streamed answer with a Node stub. Usage: node examples/node/stream.mjs ["question"]
 // Needs `npm install` in this folder and the descriptor image that `make protos` writes.
-import { readFileSync } from "node:fs";
+import { existsSync, readFileSync } from "node:fs";
 import grpc from "@grpc/grpc-js";
 import protoLoader from "@grpc/proto-loader";
 
-const address = process.env.SLUICE_ADDRESS ?? "localhost:8080";
+// The address of the mesh that `make up` started here; SLUICE_ENDPOINT names another.
+const record = ".sluice/run/envoy.json";
+const running = existsSync(record) ? JSON.parse(readFileSync(record, "utf8")).ports.http : "localhost:8080";
+const address = process.env.SLUICE_ENDPOINT ?? running;
 const key = readFileSync(process.env.SLUICE_KEY_FILE ?? ".sluice/api-key", "utf8").trim();
 const image = new URL("../../protos/build/sluice.binpb", import.meta.url);
 const question = process.argv[2] ?? "What is the capital of France?";

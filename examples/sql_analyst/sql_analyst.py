@@ -27,7 +27,10 @@ TASK = (
     " Query the database, then answer. "
 )
 
-address = os.environ.get("SLUICE_ADDRESS", "localhost:8080")
+# The address of the mesh that `make up` started here; SLUICE_ENDPOINT names another.
+record = Path(".sluice/run/envoy.json")
+running = json.loads(record.read_text())["ports"]["http"] if record.exists() else "localhost:8080"
+address = os.environ.get("SLUICE_ENDPOINT") or running
 key = Path(os.environ.get("SLUICE_KEY_FILE", ".sluice/api-key")).read_text().strip()
 question = sys.argv[1] if len(sys.argv) > 1 else "How much did we sell of each product?"
 

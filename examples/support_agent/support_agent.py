@@ -5,6 +5,7 @@ Stores the folder beside this file in the collection that the tool ``handbook`` 
 searches, waits until it can be found, and starts a run that looks things up before it answers.
 """
 
+import json
 import os
 import sys
 import uuid
@@ -19,7 +20,10 @@ FOLDER = Path(__file__).with_name("handbook")
 KINDS = {".md": "text/markdown", ".html": "text/html", ".txt": "text/plain"}
 LIMIT_S = 600
 
-address = os.environ.get("SLUICE_ADDRESS", "localhost:8080")
+# The address of the mesh that `make up` started here; SLUICE_ENDPOINT names another.
+record = Path(".sluice/run/envoy.json")
+running = json.loads(record.read_text())["ports"]["http"] if record.exists() else "localhost:8080"
+address = os.environ.get("SLUICE_ENDPOINT") or running
 key = Path(os.environ.get("SLUICE_KEY_FILE", ".sluice/api-key")).read_text().strip()
 identity = (("authorization", f"Bearer {key}"),)
 question = sys.argv[1] if len(sys.argv) > 1 else "How many days do customers have for a return?"

@@ -10,6 +10,7 @@ alone and ends with it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, Final
 
 import grpc
@@ -25,6 +26,7 @@ from scheduler_svc.domain.model import InstanceName
 from scheduler_svc.domain.snapshot import InstanceStatus, Snapshot
 from sluice import tool_rules
 from sluice.common.v1 import policy_pb2
+from sluice.egress_rules import PrivateRule
 from sluice.errors import failed_precondition, invalid, not_found
 from sluice.scheduler.v1 import admin_pb2, admin_pb2_grpc
 
@@ -46,6 +48,7 @@ class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
         tenants: Tenants,
         catalog: Catalog,
         state: StateAdmin | None,
+        registered_private: Sequence[PrivateRule] = (),
     ) -> None:
         self._name = name
         self._gate = gate
@@ -53,6 +56,7 @@ class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
         self._tenants = tenants
         self._catalog = catalog
         self._state = state
+        self._registered_private = registered_private
 
     async def WatchStatus(  # type: ignore[override]  # as PublicApi.Generate
         self, request: admin_pb2.WatchStatusRequest, context: Context
@@ -183,7 +187,7 @@ class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
         """See admin.proto."""
         state = self._stored(context)
         # What belongs to the machine (files, programs, private addresses) is its configuration's.
-        tool_rules.check(request.tool, "tool", configured=False)
+        tool_rules.check(request.tool, "tool", configured=False, private=self._registered_private)
         return await state.put_tool(request)
 
     async def DeleteTool(

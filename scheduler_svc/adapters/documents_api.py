@@ -66,10 +66,10 @@ class DocumentsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         tenant = self._tenant(context)
         request.request_id = request_id_of(request.request_id)
         _check_place(request.collection, request.document_id)
-        _check_content(request)
+        content = _content(request)
         _check_labels(request.labels)
         model = self._parts.catalog.resolve("", tenant, embeds=True)
-        stored = await self._stored(request, tenant)
+        stored = await self._stored(request, content, tenant)
         assert self._parts.store is not None
         new = NewRun(
             tenant=tenant.name,
@@ -190,13 +190,13 @@ class DocumentsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         return data_pb2.SearchDocumentsResponse(hits=map(_hit, found.hits))
 
     async def _stored(
-        self, request: data_pb2.PutDocumentRequest, tenant: Tenant
+        self, request: data_pb2.PutDocumentRequest, content: bytes, tenant: Tenant
     ) -> documents_pb2.StoredDocument:
         message = documents_pb2.PutDocumentRequest(
             tenant=tenant.name,
             collection=request.collection,
             document_id=request.document_id,
-            content=request.content,
+            content=content,
             media_type=request.media_type,
             labels=request.labels,
             request_id=request.request_id,
@@ -242,15 +242,23 @@ def _check_place(collection: str, document_id: str) -> None:
         raise invalid("document_id", f"must be 1 to {DOCUMENT_ID_BYTES_MAX} bytes")
 
 
-def _check_content(request: data_pb2.PutDocumentRequest) -> None:
+def _content(request: data_pb2.PutDocumentRequest) -> bytes:
+    """The document, in UTF-8. Raises INVALID_ARGUMENT."""
     if request.media_type not in MEDIA_TYPES:
         raise invalid("media_type", f"must be one of {', '.join(MEDIA_TYPES)}")
-    if not 1 <= len(request.content) <= CONTENT_BYTES_MAX:
-        raise invalid("content", f"must be 1 to {CONTENT_BYTES_MAX} bytes")
+    if bool(request.content) == bool(request.text):
+        raise invalid("content", "exactly one of content (over JSON base64) and text is needed")
+    content = request.content or request.text.encode()
+    if len(content) > CONTENT_BYTES_MAX:
+        field = "content" if request.content else "text"
+        raise invalid(field, f"must be 1 to {CONTENT_BYTES_MAX} bytes")
     try:
-        request.content.decode()
+        content.decode()
     except UnicodeDecodeError:
-        raise invalid("content", "must be UTF-8") from None
+        raise invalid(
+            "content", "must be UTF-8; over JSON it is base64: `text` takes words as they are"
+        ) from None
+    return content
 
 
 def _check_labels(labels: Mapping[str, str]) -> None:

@@ -26,6 +26,7 @@ REQUEST_BYTES_MAX: Final = 1 << 20
 """Of a whole request: it is stored with the run, and read again with each claim."""
 
 TOOLS_MAX: Final = 128
+TOOL_CHARS_SHOWN: Final = 64  # of a name that a client made up
 WALL_TIME_MAX_S: Final = 30 * 86_400.0
 _MODES: Final = frozenset(runs_pb2.AgentMode.values())
 _CHOICES: Final = frozenset(runs_pb2.ToolChoice.values())
@@ -92,9 +93,13 @@ def _check_tools(request: runs_pb2.RunAgentRequest, tenant: Tenant) -> None:
             raise invalid(f"tools[{index}]", "is named twice")
         seen.add(tool)
         if not may_use(tool, tenant):
+            name = tool[:TOOL_CHARS_SHOWN]
             raise permission_denied(
                 "TOOL_NOT_ALLOWED",
-                f"tools[{index}] is not in the tenant's list of tools",
+                f"tools[{index}]: {name!r} is not in this tenant's list of tools;"
+                " ListTools has those that are, and an operator adds it by"
+                " `sluice tenants set TENANT --add-tool TOOL`",
+                metadata={"tool": name},
                 field=f"tools[{index}]",
             )
 

@@ -156,7 +156,7 @@ class RunStore:
             sequence=1, run_id=new.run_id, queued=runs_pb2.RunQueued(gate_reason=new.gate_reason)
         )
         queued.time.FromNanoseconds(int(self._clock() * 1e9))
-        summary = runs_pb2.Run(model=new.models[0], budget=budget)
+        summary = runs_pb2.Run(model=new.models[0], budget=budget, kind=_kind(spec))
         request = stored_pb2.CreateRunRequest(
             tenant=new.tenant,
             run_id=new.run_id,
@@ -184,6 +184,12 @@ class RunStore:
             models=new.models,
             now_unix_s=self._clock(),
         )
+
+
+def _kind(spec: spec_pb2.RunSpec) -> runs_pb2.RunKind.ValueType:
+    if spec.WhichOneof("kind") == "ingest":
+        return runs_pb2.RUN_KIND_INGEST
+    return runs_pb2.RUN_KIND_TURN if spec.task.turn else runs_pb2.RUN_KIND_TASK
 
 
 def _check_same(stored: stored_pb2.StoredRun, spec: spec_pb2.RunSpec) -> None:

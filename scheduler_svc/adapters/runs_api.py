@@ -29,7 +29,7 @@ from scheduler_svc.adapters.run_watch import RunWatches
 from scheduler_svc.adapters.serving import Caller, Serving
 from scheduler_svc.adapters.tenant import Tenant
 from scheduler_svc.domain.agent_gate import AgentMode, GateReason, Path, Verdict
-from sluice.errors import SluiceError, invalid
+from sluice.errors import SluiceError, failed_precondition, invalid
 from sluice.scheduler.v1 import runs_pb2, scheduler_pb2_grpc
 
 RESULT_BYTES_MAX: Final = 1 << 20
@@ -232,8 +232,11 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         check_page_token(request.page_token)
         if request.state not in runs_pb2.RunState.values():
             raise invalid("state", "is not a known state")
+        if request.kind not in runs_pb2.RunKind.values():
+            raise invalid("kind", "is not a known kind")
         runs, token = await self._store().list(tenant.name, size, request.page_token, request.state)
-        return runs_pb2.ListRunsResponse(runs=map(listed, runs), next_page_token=token)
+        found = [run for run in map(listed, runs) if request.kind in (0, run.kind)]
+        return runs_pb2.ListRunsResponse(runs=found, next_page_token=token)
 
     async def CancelRun(
         self, request: runs_pb2.CancelRunRequest, context: Context
@@ -264,9 +267,14 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             step=request.step, decision=request.decision, result_json=request.result_json
         )
         run_id = request.run_id.lower()
-        stored = await self._store().resume(
-            tenant.name, run_id, request.step, decision.SerializeToString(), request_id
-        )
+        try:
+            stored = await self._store().resume(
+                tenant.name, run_id, request.step, decision.SerializeToString(), request_id
+            )
+        except SluiceError as error:
+            if error.reason != "NOT_WAITING":
+                raise
+            raise await self._not_waiting(tenant.name, run_id, request.step) from None
         self._parts.link.nudge(tenant.name, run_id)
         return runs_pb2.ResumeRunResponse(run=shown(stored))
 
@@ -288,6 +296,15 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             request.size_max or BLOB_PART_BYTES_MAX,
         )
         return runs_pb2.GetRunBlobResponse(content=content, size_bytes=size)
+
+    async def _not_waiting(self, tenant: str, run_id: str, step: int) -> SluiceError:
+        """What is told to a decision that nothing waits for: the run's state now."""
+        run = shown(await self._store().get(tenant, run_id))
+        state = runs_pb2.RunState.Name(run.state)
+        text = f"the run does not wait: it is {state.removeprefix('RUN_STATE_').lower()}"
+        if run.state == runs_pb2.RUN_STATE_WAITING:
+            text = f"the run waits, but not at step {step}: its event `waiting` names the step"
+        return failed_precondition("NOT_WAITING", text, metadata={"state": state})
 
     async def ListTools(
         self, request: runs_pb2.ListToolsRequest, context: Context

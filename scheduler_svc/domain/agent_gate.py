@@ -162,9 +162,18 @@ def _closed(mode: AgentMode) -> Path:
 _REFUSALS: Final = {
     GateReason.NOT_ALLOWED: (
         Code.PERMISSION_DENIED,
-        "this tenant may not use the agent path; Generate is open to it",
+        (
+            "this tenant may not use the agent path: an operator opens it by `sluice tenants set"
+            " TENANT --agents`; Generate and turns of sessions need no such right"
+        ),
     ),
-    GateReason.TOO_MANY_RUNS: (Code.RESOURCE_EXHAUSTED, "too many agent runs are under way"),
+    GateReason.TOO_MANY_RUNS: (
+        Code.RESOURCE_EXHAUSTED,
+        (
+            "too many agent runs of this tenant are under way: wait for one to end, or ask an"
+            " operator for more (`sluice tenants set TENANT --concurrent-runs N`)"
+        ),
+    ),
     GateReason.SATURATED: (
         Code.RESOURCE_EXHAUSTED,
         "the fleet is too busy for agent runs now; mode AUTO is answered directly",

@@ -10,6 +10,7 @@ Heavy modules are imported by the commands that need them, so that `sluice --hel
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ from sluice.command.cli_simulate import add_simulate
 from sluice.command.cli_support import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_OUTPUT_GONE,
     ConfigOption,
     config_file,
     errors,
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 EPILOG: Final = (
     "Exit status: 0 done; 1 failed; 2 wrong use or configuration; 3 no mesh answers; 4 the mesh"
     " refuses the request; 5 the mesh is busy or not available, try again later; 6 the deadline"
-    " passed; 7 the run waits for a person; 130 interrupted."
+    " passed; 7 the run waits for a person; 130 interrupted; 141 nobody reads the output."
 )
 
 app = typer.Typer(
@@ -188,13 +190,53 @@ def _terminated(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
+class OutputGoneError(BaseException):
+    """The reader of standard output has left, as in `sluice logs | head`. Nothing on the way
+    mistakes it for a failure."""
+
+
+class _Output(io.TextIOWrapper):
+    """Standard output that says so when its reader has left."""
+
+    def write(self, text: str, /) -> int:
+        try:
+            return super().write(text)
+        except BrokenPipeError:
+            raise OutputGoneError from None
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except BrokenPipeError:
+            raise OutputGoneError from None
+
+
 def main() -> None:
     """The entry point; ends the process."""
+    if getattr(sys.stdout, "buffer", None) is not None:  # it may be closed
+        sys.stdout = _Output(
+            sys.stdout.buffer,
+            encoding=sys.stdout.encoding,
+            errors=sys.stdout.errors,
+            line_buffering=bool(sys.stdout.line_buffering),
+        )
     sys.exit(run(sys.argv[1:], os.environ))
 
 
 def run(arguments: list[str], environ: Mapping[str, str]) -> int:
     """Runs one command line; returns its exit status."""
+    try:
+        status = _status(arguments, environ)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OutputGoneError:
+        # What is still buffered goes nowhere, without a word at the interpreter's end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OUTPUT_GONE
+    return status
+
+
+def _status(arguments: list[str], environ: Mapping[str, str]) -> int:
     try:
         result = app(args=with_session_value(arguments) or ["--help"], standalone_mode=False)
     except typer.Abort:
@@ -202,10 +244,6 @@ def run(arguments: list[str], environ: Mapping[str, str]) -> int:
     except KeyboardInterrupt:
         errors().print("\ninterrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of a pipe is gone, as in `sluice logs | head`.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else EXIT_FAILED
     except Exception as error:

@@ -10,6 +10,7 @@ import json
 import sys
 import uuid
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -31,18 +32,21 @@ from sluice.command.cli_support import (
     EXIT_WAITING,
     ConfigOption,
     EndpointOption,
+    JsonOption,
     KeyFileOption,
     as_document,
     errors,
     fail_line,
     open_client,
     output,
+    own_command,
     print_json,
     print_table,
     span_s,
     status_of,
     warn_line,
 )
+from sluice.errors import failed_precondition
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,13 +55,16 @@ if TYPE_CHECKING:
     from sluice.scheduler.v1 import runs_pb2
 
 CHOICES: Final = ("auto", "required", "each")
+KINDS: Final = ("task", "turn", "ingest")
 STATES: Final = ("queued", "running", "paused", "waiting", "succeeded", "failed", "cancelled")
 WATCH_S: Final = 3600.0
 DECISION_TIMEOUT_S: Final = 15.0
 ANSWER_SHOWN_MAX: Final = 60
 
 RunArgument = Annotated[str, typer.Argument(help="The run; `sluice agent list` lists them.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; of events one a line.")]
+EventsJsonOption = Annotated[
+    bool, typer.Option("--json", help="Print the events as JSON, one a line.")
+]
 WatchOption = Annotated[
     float, typer.Option("--timeout", help="How long to watch, in s; the run goes on.", min=1.0)
 ]
@@ -105,7 +112,7 @@ def run(
     budget_calls: Annotated[int | None, typer.Option(help="Most tool calls.", min=0)] = None,
     budget_time: Annotated[str, typer.Option(help="Longest time, e.g. 90s, 10m or 2h.")] = "",
     budget_cost: Annotated[float | None, typer.Option(help="Most cost.", min=0.0)] = None,
-    as_json: JsonOption = False,
+    as_json: EventsJsonOption = False,
     timeout: WatchOption = WATCH_S,
     config: ConfigOption = None,
     endpoint: EndpointOption = "",
@@ -149,7 +156,7 @@ def watch(
     from_sequence: Annotated[
         int, typer.Option("--from", help="First event wanted, by its number.", min=1)
     ] = 1,
-    as_json: JsonOption = False,
+    as_json: EventsJsonOption = False,
     timeout: WatchOption = WATCH_S,
     config: ConfigOption = None,
     endpoint: EndpointOption = "",
@@ -166,28 +173,38 @@ def watch(
 @agent_app.command("list")
 def list_runs(
     state: Annotated[str, typer.Option(help=f"Only {', '.join(STATES)}.")] = "",
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="Only task (of an agent), turn (of a session) or ingest (of a document)."
+        ),
+    ] = "",
     limit: Annotated[int, typer.Option(help="Most runs.", min=1, max=10_000)] = 20,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     endpoint: EndpointOption = "",
     key_file: KeyFileOption = None,
 ) -> None:
-    """List the runs of this key's tenant, newest first."""
-    from sluice.command.run_story import short, state_name
+    """List the runs of this key's tenant, newest first: tasks of agents, turns of sessions, ingests
+    of documents."""
+    from sluice.command.run_story import kind_name, short, state_name
     from sluice.scheduler.v1 import runs_pb2
 
     wanted = _number(runs_pb2.RunState, "RUN_STATE", state, STATES, "--state") if state else 0
+    only = _number(runs_pb2.RunKind, "RUN_KIND", kind, KINDS, "--kind") if kind else 0
     with open_client(config, endpoint, key_file) as client:
-        found = list(_pages(client, wanted, limit))
+        found = list(islice(_pages(client, wanted, only, limit), limit))
     if as_json:
         print_json(found)
         return
     table = Table(box=None, pad_edge=False)
-    for column in ("run", "state", "begun (UTC)", "steps", "calls", "tokens", "cost", "answer"):
+    columns = ("run", "kind", "state", "begun (UTC)", "steps", "calls", "tokens", "cost", "answer")
+    for column in columns:
         table.add_column(column, overflow="fold", no_wrap=column == "run")
     for one in found:
         table.add_row(
             Text(one.run_id),
+            kind_name(one.kind),
             state_name(one.state),
             one.create_time.ToDatetime().strftime("%Y-%m-%d %H:%M:%S"),
             str(one.steps),
@@ -321,7 +338,9 @@ def tools(
     endpoint: EndpointOption = "",
     key_file: KeyFileOption = None,
 ) -> None:
-    """List the tools that runs of this key's tenant may use."""
+    """List the tools that runs of this key's tenant may use. Agent services read the [[tool]]
+    tables of sluice.toml when they start: a change there needs a restart (make down, make up); what
+    `sluice tools add` registers holds within seconds."""
     from sluice.scheduler.v1 import runs_pb2
 
     with open_client(config, endpoint, key_file) as client:
@@ -365,12 +384,12 @@ def _set_budget(
         request.budget.cost_max = cost
 
 
-def _pages(client: MeshClient, state: int, limit: int) -> Iterator[runs_pb2.Run]:
+def _pages(client: MeshClient, state: int, kind: int, limit: int) -> Iterator[runs_pb2.Run]:
     from sluice.scheduler.v1 import runs_pb2
 
-    request = runs_pb2.ListRunsRequest(state=state)  # type: ignore[arg-type]  # one of STATES
+    request = runs_pb2.ListRunsRequest(state=state, kind=kind)  # type: ignore[arg-type]  # known
     while limit > 0:
-        request.page_size = min(limit, 100)
+        request.page_size = 100 if kind else min(limit, 100)  # of a kind a page may hold few
         page = client.call("ListRuns", request)
         yield from page.runs
         limit -= len(page.runs)
@@ -402,8 +421,10 @@ def _decide(
 
 
 def _waiting_step(client: MeshClient, run_id: str) -> int:
-    """The step that waits now; 0, which the mesh refuses, when none does."""
+    """The step that waits now. Raises SluiceError NOT_WAITING when none does, as the mesh."""
     from sluice.command import run_watch
+    from sluice.command.run_story import state_name
+    from sluice.scheduler.v1 import runs_pb2
 
     step = 0
     for event in run_watch.so_far(client, run_id, DECISION_TIMEOUT_S):
@@ -411,6 +432,11 @@ def _waiting_step(client: MeshClient, run_id: str) -> int:
         step = event.waiting.step if kind == "waiting" else step
         if kind in ("resumed", "ended"):
             step = 0
+    if not step:
+        run = client.call("GetRun", runs_pb2.GetRunRequest(run_id=run_id)).run
+        raise failed_precondition(
+            "NOT_WAITING", f"the run does not wait: it is {state_name(run.state)}"
+        )
     return step
 
 
@@ -463,9 +489,10 @@ def _show(
             if as_json:
                 document = as_document(event)
                 typer.echo(json.dumps(document, ensure_ascii=False))
-            else:
+            elif not event.HasField("ended"):  # said by _end
                 teller.tell(event)
             if event.HasField("ended"):
+                teller.close()
                 return _end(event.ended, as_json)
             if waits_now(client, event):
                 _how_to_decide(run_id, event.waiting.step)
@@ -529,17 +556,21 @@ def _end(ended: runs_pb2.RunEnded, as_json: bool) -> int:
 
 
 def _how_to_decide(run_id: str, step: int) -> None:
-    for word in ("approve", "skip", "cancel"):
-        where = "" if word == "cancel" else f" --step {step}"
-        errors().print(Text(f"  sluice agent {word} {run_id}{where}"), soft_wrap=True)
+    at = ("--step", str(step))
+    for words in (
+        ("approve", run_id, *at),
+        ("skip", run_id, *at),
+        ("supply", run_id, "RESULT_AS_JSON", *at),
+        ("cancel", run_id),
+    ):
+        errors().print(Text(f"  {own_command('agent', *words)}"), soft_wrap=True)
 
 
 def _goes_on(run_id: str) -> None:
     if run_id:
-        errors().print(
-            Text(f"The run goes on: sluice agent watch {run_id}; cancel {run_id} ends it."),
-            soft_wrap=True,
-        )
+        watch_it = own_command("agent", "watch", run_id)
+        end_it = own_command("agent", "cancel", run_id)
+        errors().print(Text(f"The run goes on: {watch_it}; {end_it} ends it."), soft_wrap=True)
 
 
 def _safe(text: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -38,6 +39,7 @@ EXIT_BUSY: Final = 5
 EXIT_DEADLINE: Final = 6
 EXIT_WAITING: Final = 7
 EXIT_INTERRUPTED: Final = 130
+EXIT_OUTPUT_GONE: Final = 141  # as a shell says of what SIGPIPE ended
 
 _BUSY: Final = (Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE, Code.ABORTED)
 _FAULTS: Final = (Code.INTERNAL, Code.UNKNOWN, Code.DATA_LOSS)
@@ -121,6 +123,13 @@ def screen() -> UpScreen:
     from sluice.command.up_screen import UpScreen
 
     return UpScreen(output(), errors())
+
+
+def own_command(*words: str) -> str:
+    """This command with `words`, as it can be typed here."""
+    from sluice.command.up_screen import tool_path
+
+    return shlex.join([tool_path("sluice"), *words])
 
 
 def fail_line(text: str) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import re
 import shlex
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -20,11 +21,13 @@ from rich.text import Text
 from sluice.command.cli_support import (
     ConfigOption,
     EndpointOption,
+    config_file,
     open_admin,
     output,
     print_table,
     run_paths,
     span_s,
+    warn_line,
 )
 from sluice.config import ConfigError
 from sluice.errors import SluiceError
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
 CLASSES: Final = ("critical", "interactive", "standard", "batch")
 NONE: Final = "none"
+JOINT: Final = "__"  # between the name of a declaration and that of one of its tools
 # What the fields of a quota can hold.
 COUNT_MAX: Final = (1 << 32) - 1
 NAMES_SHOWN: Final = 10
@@ -69,9 +73,18 @@ ModelOption = Annotated[
 ToolOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="A tool that its agents may use; repeatable. `none`: none, the default.",
+        help="A tool that its agents may use; repeatable. What is given is the whole list."
+        " `none`: none, the default.",
         show_default=False,
     ),
+]
+AddToolOption = Annotated[
+    list[str] | None,
+    typer.Option(help="A tool that is added to the list; repeatable.", show_default=False),
+]
+RemoveToolOption = Annotated[
+    list[str] | None,
+    typer.Option(help="A tool that is taken out of the list; repeatable.", show_default=False),
 ]
 LimitOption = Annotated[str, typer.Option(help="A number; `none`: no limit, the default.")]
 RunsOption = Annotated[
@@ -156,6 +169,7 @@ def add(
     with open_admin(config, endpoint) as client:
         _create(client, tenant)
         made = client.admin("CreateKey", admin_pb2.CreateKeyRequest(tenant=name))
+        _warn_of_unknown(client, config, name, tool or ())
     _write_key(path, made.key)
     call = shlex.join([tool_path("sluice"), "generate", "--key-file", short_path(path), "Hello"])
     output().print(f"Tenant {name} is added; its key is in {short_path(path)}", soft_wrap=True)
@@ -174,17 +188,20 @@ def change(
     tokens_per_day: LimitOption = "",
     agents: AgentsOption = None,
     tool: ToolOption = None,
+    add_tool: AddToolOption = None,
+    remove_tool: RemoveToolOption = None,
     concurrent_runs: RunsOption = "",
     sessions: SessionsOption = None,
     fail_open: FailOpenOption = None,
     config: ConfigOption = None,
     endpoint: EndpointOption = "",
 ) -> None:
-    """Change a tenant: what is given, and nothing else."""
+    """Change a tenant: what is given, and nothing else. Options that repeat give a whole list;
+    --add-tool and --remove-tool change it."""
     from sluice.scheduler.v1 import admin_pb2
 
     limits = (requests_per_min, tokens_per_min, concurrent, tokens_per_day, concurrent_runs)
-    others = (model, agents, tool, sessions, fail_open)
+    others = (model, agents, tool, add_tool, remove_tool, sessions, fail_open)
     if not any((default_class, ceiling, *limits)) and all(one is None for one in others):
         raise typer.BadParameter("no option says what to change; --help lists them")
     with open_admin(config, endpoint) as client:
@@ -192,9 +209,10 @@ def change(
         _set(tenant, default_class, ceiling, model)
         _set_limits(tenant, *limits)
         _set_rights(tenant, agents, sessions, fail_open)
-        _set_names(tenant.tools, tool)
+        _set_tools(tenant.tools, tool, add_tool or (), remove_tool or ())
         request = admin_pb2.PutTenantRequest(tenant=tenant, expected_version=tenant.version)
         client.admin("PutTenant", request)
+        _warn_of_unknown(client, config, name, [*(tool or ()), *(add_tool or ())])
     output().print(f"Tenant {name} is changed; schedulers follow within a second.")
 
 
@@ -348,6 +366,59 @@ def _set_names(field: RepeatedScalarFieldContainer[str], names: list[str] | None
     if names is not None:
         del field[:]
         field.extend(name for name in names if name != NONE)
+
+
+def _set_tools(
+    field: RepeatedScalarFieldContainer[str],
+    given: list[str] | None,
+    added: Sequence[str],
+    removed: Sequence[str],
+) -> None:
+    """The list of tools: as given, or what there was with some more and without others. Raises
+    BadParameter."""
+    if given is not None and (added or removed):
+        raise typer.BadParameter(
+            "--tool gives the whole list, --add-tool and --remove-tool change it: not both"
+        )
+    for name in removed:
+        if name not in field:
+            known = ", ".join(field) or "none"
+            raise typer.BadParameter(
+                f"{name!r} is not in the list; there are: {known}", param_hint="--remove-tool"
+            )
+    _set_names(field, given)
+    names = dict.fromkeys([*field, *added])
+    _set_names(field, [name for name in names if name not in removed])
+
+
+def _warn_of_unknown(
+    client: MeshClient, config: Path | None, tenant: str, names: Sequence[str]
+) -> None:
+    """Says which tools nobody declares: a tenant may be given one before it is there."""
+    from sluice.scheduler.v1 import admin_pb2
+
+    wanted = [name for name in names if name != NONE]
+    configured = _configured_tools(config) if wanted else None
+    if configured is None:
+        return
+    request = admin_pb2.ListTenantToolsRequest(tenant=tenant)
+    known = configured | {one.name for one in client.admin("ListTenantTools", request).tools}
+    for name in wanted:
+        if name.partition(JOINT)[0] not in known:
+            warn_line(
+                f"there is no tool {name!r}: neither the configuration nor `sluice tools add`"
+                f" declares it for {tenant}"
+            )
+
+
+def _configured_tools(config: Path | None) -> set[str] | None:
+    """The names of the [[tool]] tables; None where there is no configuration to be read."""
+    try:
+        tables = config_file(config).document.get("tool", [])
+    except ConfigError:
+        return None
+    found = tables if isinstance(tables, list) else []
+    return {str(one.get("name", "")) for one in found if isinstance(one, Mapping)}
 
 
 def _set_limits(tenant: admin_pb2.Tenant, *values: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.table import Table
@@ -20,10 +20,14 @@ from sluice.command.cli_support import (
     JsonOption,
     open_admin,
     output,
+    own_command,
     print_json,
     print_table,
 )
 from sluice.config import ConfigError
+
+if TYPE_CHECKING:
+    from sluice.agent.v1 import tools_pb2
 
 TenantArgument = Annotated[str, typer.Argument(help="The tenant.")]
 
@@ -71,24 +75,26 @@ def add(
     tenant: TenantArgument,
     file: Annotated[
         Path,
-        typer.Argument(help="The declaration as TOML or JSON: what stands in a [[tool]] table."),
+        typer.Argument(
+            help="The declaration as TOML or JSON: what stands in a [[tool]] table, with that"
+            " header or without."
+        ),
     ],
     config: ConfigOption = None,
     endpoint: EndpointOption = "",
 ) -> None:
     """Register a tool for a tenant, or change it."""
     from sluice.scheduler.v1 import admin_pb2
-    from sluice.tool_declarations import read_table
 
-    tool = read_table(_table(file), str(file))
+    tool = _declaration(file)
     with open_admin(config, endpoint) as client:
-        done = client.admin("PutTool", admin_pb2.PutToolRequest(tenant=tenant, tool=tool))
+        client.admin("PutTool", admin_pb2.PutToolRequest(tenant=tenant, tool=tool))
         known = client.admin("ListTenants", admin_pb2.ListTenantsRequest()).tenants
-    output().print(f"{tool.name} is registered, version {done.version}.", soft_wrap=True)
+    output().print(f"{tool.name} is registered.", soft_wrap=True)
     tools = next((list(one.tools) for one in known if one.name == tenant), [])
     if tool.name not in tools:
-        words = " ".join(f"--tool {name}" for name in (*tools, tool.name))
-        output().print(f"To let its runs use it: sluice tenants set {tenant} {words}")
+        allow = own_command("tenants", "set", tenant, "--add-tool", tool.name)
+        output().print(f"To let its runs use it:\n  {allow}", soft_wrap=True)
 
 
 @tools_app.command("rm")
@@ -104,6 +110,21 @@ def remove(
     with open_admin(config, endpoint) as client:
         client.admin("DeleteTool", admin_pb2.DeleteToolRequest(tenant=tenant, name=name))
     output().print(f"{name} is deleted.", soft_wrap=True)
+
+
+def _declaration(path: Path) -> tools_pb2.ToolDeclaration:
+    from sluice.tool_declarations import read_table
+
+    table = _table(path)
+    given = table.get("tool")
+    if table.keys() == {"tool"} and isinstance(given, list):  # as it stands in sluice.toml
+        if len(given) != 1 or not isinstance(given[0], dict):
+            raise ConfigError(str(path), "must hold one [[tool]]: a file registers one tool")
+        table = given[0]
+    try:
+        return read_table(table, "")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.where}", error.problem) from None
 
 
 def _table(path: Path) -> dict[str, Any]:

@@ -16,6 +16,12 @@ from sluice.status import from_status
 
 SHOWN_MAX: Final = 240
 """Characters of an argument or a result."""
+_DECISIONS: Final = {
+    runs_pb2.RESUME_DECISION_RETRY: "approved",
+    runs_pb2.RESUME_DECISION_SKIP: "skipped",
+    runs_pb2.RESUME_DECISION_SUPPLY_RESULT: "result supplied",
+    runs_pb2.RESUME_DECISION_CANCEL: "cancelled",
+}
 
 
 def lines(event: runs_pb2.RunEvent) -> Iterator[str]:
@@ -37,8 +43,7 @@ def lines(event: runs_pb2.RunEvent) -> Iterator[str]:
             waiting = event.waiting
             yield f"step {waiting.step}: waits for a person: {_call(waiting.call)}{_why(waiting)}"
         case "resumed":
-            decision = runs_pb2.ResumeDecision.Name(event.resumed.decision)
-            word = decision.removeprefix("RESUME_DECISION_").lower().replace("_", " ")
+            word = _DECISIONS.get(event.resumed.decision, "in a way that is not known here")
             yield f"step {event.resumed.step}: decided: {word}"
         case "paused":
             when = time.strftime("%H:%M:%S", time.gmtime(event.paused.ready_time.seconds))
@@ -54,6 +59,12 @@ def lines(event: runs_pb2.RunEvent) -> Iterator[str]:
 def state_name(state: int) -> str:
     """The word of a RunState."""
     return runs_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()  # type: ignore[arg-type]
+
+
+def kind_name(kind: int) -> str:
+    """The word of a RunKind; a dash where none was said."""
+    word = runs_pb2.RunKind.Name(kind).removeprefix("RUN_KIND_").lower()  # type: ignore[arg-type]
+    return word if kind else "-"
 
 
 def short(text: str, most: int = SHOWN_MAX) -> str:

@@ -12,8 +12,8 @@ from sluice.timestamps import unix_seconds
 from state_svc.adapters.run_messages import lease_of, milliseconds, page_number, stored_run
 from state_svc.adapters.run_watch import Entry, FeedClosedError, RunWatch, WatchParts, watch_room
 from state_svc.adapters.store_errors import store_errors
-from state_svc.domain.claim_order import ClaimRoom
 from state_svc.adapters.watch_reads import WatchReads
+from state_svc.domain.claim_order import ClaimRoom
 from state_svc.domain.names import check_holder, check_request_id, check_tenant, check_uuid
 from state_svc.domain.run_values import PRIORITIES, Append, NewRun, Phase
 from state_svc.domain.session_book import size_of

@@ -222,6 +222,16 @@ async def test_a_document_is_stored_and_one_run_makes_it_searchable(rig: Rig) ->
     assert (list(credential.models), credential.priority_class) == (["e"], 4)
 
 
+async def test_a_document_may_come_as_text(rig: Rig) -> None:
+    """For JSON, where bytes are base64; a plain text in their place is told so."""
+    put = await rig.ask("PutDocument", document(content=b"", text="Grüße"))
+    assert put.document.size_bytes == 7
+    run = rig.runs.only()
+    assert runs_pb2.Run.FromString(run.stored.summary).kind == runs_pb2.RUN_KIND_INGEST
+    error = await rig.refused("PutDocument", document(content=b"\xff"))
+    assert "over JSON it is base64" in error.message and "`text`" in error.message
+
+
 async def test_a_run_and_a_document_of_one_request_id_are_two(rig: Rig) -> None:
     request = document()
     put = await rig.ask("PutDocument", request)
@@ -405,6 +415,8 @@ BAD_DOCUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"media_type": "text/x"}, "media_type"),
     ({"content": b""}, "content"),
     ({"content": b"\xff"}, "content"),
+    ({"text": "as well"}, "content"),
+    ({"content": b"", "text": "x" * ((3 << 20) + 1)}, "text"),
     ({"content": b"x" * ((3 << 20) + 1)}, "content"),
     ({"labels": {str(n): "" for n in range(33)}}, "labels"),
     ({"labels": {"": "x"}}, "labels"),

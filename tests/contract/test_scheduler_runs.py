@@ -254,6 +254,8 @@ async def test_tools_are_those_of_the_tenants_list_or_of_a_server_in_it(rig: Rig
         error = await rig.refused("RunAgent", task(tools=["search", tool]))
         assert (error.code, error.reason) == (Code.PERMISSION_DENIED, "TOOL_NOT_ALLOWED")
         assert [one.field for one in error.fields] == ["tools[1]"]
+        assert error.message.startswith(f"tools[1]: {tool!r} is not in this tenant's list")
+        assert error.metadata["tool"] == tool
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -475,6 +477,16 @@ async def test_a_run_is_shown_as_the_state_service_knows_it(rig: Rig) -> None:
     assert listed.answer == "é" * 512
 
 
+async def test_runs_say_their_kind_and_are_listed_by_it(rig: Rig) -> None:
+    rig.names.change("a", concurrent_runs=100)
+    await stored(rig)
+    await stored(rig)
+    page = runs_pb2.ListRunsRequest(kind=runs_pb2.RUN_KIND_TASK)
+    assert len((await rig.ask("ListRuns", page)).runs) == 2
+    for kind in (runs_pb2.RUN_KIND_TURN, runs_pb2.RUN_KIND_INGEST):
+        assert not (await rig.ask("ListRuns", runs_pb2.ListRunsRequest(kind=kind))).runs
+
+
 async def test_runs_are_listed_in_pages_newest_first(rig: Rig) -> None:
     rig.names.change("a", concurrent_runs=100)
     made = [(await stored(rig)).stored.run_id for _ in range(5)]
@@ -491,6 +503,7 @@ async def test_runs_are_listed_in_pages_newest_first(rig: Rig) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"page_size": 101}, "page_size"),
         ({"state": 99}, "state"),
+        ({"kind": 99}, "kind"),
     ]
     for fields, field in wrong:
         error = await rig.refused("ListRuns", runs_pb2.ListRunsRequest(**fields))
@@ -536,6 +549,8 @@ async def test_a_decision_is_stored_and_an_agent_told(rig: Rig) -> None:
     assert rig.link.nudged == [("a", run.stored.run_id)]
     error = await rig.refused("ResumeRun", request)
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "NOT_WAITING")
+    assert error.message == "the run does not wait: it is queued"
+    assert error.metadata["state"] == "RUN_STATE_QUEUED"
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,6 @@ def environment(running: Mesh) -> dict[str, str]:
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
         "HOME": "/",
         "PYTHONPATH": str(ROOT),
-        "SLUICE_ADDRESS": running.target,
         "SLUICE_KEY_FILE": str(running.runtime / "api-key"),
         "SLUICE_ENDPOINT": running.target,
         "SLUICE_API_KEY": running.api_key,

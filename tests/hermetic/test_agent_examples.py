@@ -10,6 +10,7 @@ Seen to fail on mutants: support_agent.py with another collection; a wrong optio
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -125,3 +126,26 @@ def test_a_ticket_is_opened_when_a_person_agrees(shared_agent_mesh: Mesh) -> Non
     find = ("agent", "run", "Find tickets about the lamp.", "--tool", "tickets")
     found = sluice(shared_agent_mesh, *find)
     assert "flickers" in found.stderr, found.stderr
+
+
+@pytest.mark.parametrize("name", ["runs_curl.sh", "runs_grpcurl.sh"])
+def test_runs_conversations_and_documents_from_a_shell(shared_agent_mesh: Mesh, name: str) -> None:
+    environ = environment(shared_agent_mesh)
+    environ["PATH"] += f":{os.environ['PATH']}"
+    done = run([str(EXAMPLES / name)], environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for said in ("It is 70.", "It is open.", "Good morning to you.", "A kettle boils water."):
+        assert said in done.stdout, said
+    assert "RUN_STATE_FAILED" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["runs_curl.sh", "runs_grpcurl.sh"])
+def test_a_shell_example_under_a_wrong_key_says_so_and_fails(
+    shared_agent_mesh: Mesh, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "key").write_text("wrong\n")
+    environ = environment(shared_agent_mesh) | {"SLUICE_KEY_FILE": str(tmp_path / "key")}
+    environ["PATH"] += f":{os.environ['PATH']}"
+    done = run([str(EXAMPLES / name)], environ)
+    assert done.returncode != 0
+    assert "KEY_UNKNOWN" in done.stdout + done.stderr

@@ -12,11 +12,14 @@ Seen to fail on mutants: `cli_agent._end` returning 0 always, `cli_agent._waitin
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.hermetic.agent_mesh import sluice
+from tests.hermetic.agent_mesh import environment, sluice
 from tests.hermetic.mesh import Mesh
 
 
@@ -67,12 +70,16 @@ def test_a_call_that_needs_approval_waits_and_goes_on_when_it_is_decided(running
     run_id = done.stderr.split()[1]
     assert "needs approval" in done.stderr
     assert f"sluice agent approve {run_id} --step" in done.stderr
+    assert f"sluice agent supply {run_id} RESULT_AS_JSON --step" in done.stderr
     assert "waiting" in sluice(running, "agent", "list", "--state", "waiting").stdout
     assert sluice(running, "agent", "approve", run_id).returncode == 0
     after = sluice(running, "agent", "watch", run_id, "--from", "4")
     assert (after.returncode, after.stdout) == (0, "It is open.\n"), after.stderr
-    again = sluice(running, "agent", "approve", run_id)
-    assert again.returncode == 4, again.stderr
+    assert "decided: approved" in after.stderr
+    for words in (("approve",), ("skip", "--step", "2"), ("supply", "{}")):
+        again = sluice(running, "agent", words[0], run_id, *words[1:])
+        assert again.returncode == 4, again.stderr
+        assert "NOT_WAITING: the run does not wait: it is succeeded" in again.stderr
 
 
 def test_a_result_can_be_supplied_and_a_call_skipped(running: Mesh) -> None:
@@ -93,14 +100,14 @@ def test_a_run_that_waits_can_be_cancelled(running: Mesh) -> None:
     assert sluice(running, "agent", "cancel", run_id).returncode == 0
     after = sluice(running, "agent", "watch", run_id, "--from", "4")
     assert after.returncode == 1
-    assert "cancelled" in after.stderr
+    assert after.stderr.count("cancelled") == 1
 
 
 def test_a_budget_that_is_used_up_ends_the_run_with_its_reason(running: Mesh) -> None:
     task = ("agent", "run", "Too much", "--tool", "calculator")
     done = sluice(running, *task, "--budget-steps", "3", "--budget-time", "1m")
     assert done.returncode not in (0, 7)
-    assert "BUDGET" in done.stderr, done.stderr
+    assert done.stderr.count("BUDGET_STEPS") == 1, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -112,6 +119,8 @@ def test_a_budget_that_is_used_up_ends_the_run_with_its_reason(running: Mesh) ->
         (("watch", "6f0c9f3e-0000-4000-8000-000000000001"), 4, "NOT_FOUND"),
         (("cancel", "6f0c9f3e-0000-4000-8000-000000000001"), 4, "NOT_FOUND"),
         (("list", "--state", "lost"), 2, "queued, running"),
+        (("list", "--kind", "lost"), 2, "task, turn, ingest"),
+        (("run", "x", "--tool", "nothing"), 4, "'nothing' is not in this tenant's list"),
     ],
 )
 def test_a_refusal_is_a_line_and_a_status(
@@ -186,11 +195,16 @@ def test_a_tool_is_registered_for_a_tenant_and_deleted(running: Mesh, tmp_path: 
     )
     added = sluice(running, "tools", "add", "dev", str(file))
     assert added.returncode == 0, added.stderr
-    assert "sluice tenants set dev" in added.stdout and "--tool look" in added.stdout
+    assert "sluice tenants set dev --add-tool look\n" in added.stdout
     listed = sluice(running, "tools", "list", "dev").stdout
     assert "look" in listed and "retrieval" in listed and "no" in listed
     file.write_text('name = "look"\ncolour = "red"\n')
-    assert "colour" in sluice(running, "tools", "add", "dev", str(file)).stderr
+    wrong = sluice(running, "tools", "add", "dev", str(file))
+    assert f"{file}: colour: there is no such field" in wrong.stderr
+    file.write_text('[[tool]]\nname = "look"\ndescription = "x"\neffect = "read"\nclock = {}\n')
+    assert sluice(running, "tools", "add", "dev", str(file)).returncode == 0
+    file.write_text('[[tool]]\nname = "look"\n[[tool]]\nname = "two"\n')
+    assert "one [[tool]]" in sluice(running, "tools", "add", "dev", str(file)).stderr
     file.write_text(
         'name = "look"\ndescription = "x"\neffect = "read"\nsql = { url = "sqlite:///x.db" }\n'
     )
@@ -198,3 +212,71 @@ def test_a_tool_is_registered_for_a_tenant_and_deleted(running: Mesh, tmp_path: 
     assert refused.returncode == 4, refused.stderr
     assert sluice(running, "tools", "rm", "dev", "look").returncode == 0
     assert sluice(running, "tools", "rm", "dev", "look").returncode == 4
+
+
+def test_runs_are_listed_by_their_kind(running: Mesh, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("A kettle boils water.\n")
+    assert sluice(running, "agent", "run", "Six times seven?", "--tool", "calculator").stdout
+    assert sluice(running, "chat", "--session", text="Good morning\n").returncode == 0
+    assert sluice(running, "docs", "add", "kinds", str(tmp_path)).returncode == 0
+    for kind in ("task", "turn", "ingest"):
+        done = sluice(running, "agent", "list", "--kind", kind, "--limit", "1", "--json")
+        (found,) = json.loads(done.stdout)
+        assert found["kind"] == f"RUN_KIND_{kind.upper()}"
+        shown = json.loads(sluice(running, "agent", "show", found["run_id"], "--json").stdout)
+        assert (shown["kind"], shown["state"]) == (found["kind"], "RUN_STATE_SUCCEEDED")
+
+
+def test_explain_of_a_run_says_where_to_look(running: Mesh) -> None:
+    done = sluice(running, "agent", "run", "Six times seven?", "--tool", "calculator")
+    run_id = done.stderr.split()[1]
+    told = sluice(running, "explain", run_id)
+    assert told.returncode == 4
+    assert f"sluice agent show {run_id}" in told.stderr
+
+
+def test_a_tool_that_nobody_declares_is_allowed_with_a_warning(running: Mesh) -> None:
+    added = sluice(running, "tenants", "add", "shop", "--agents", "--tool", "calculator")
+    assert (added.returncode, added.stderr) == (0, "")
+    done = sluice(running, "tenants", "set", "shop", "--add-tool", "nobody", "--add-tool", "clock")
+    assert done.returncode == 0
+    assert "there is no tool 'nobody'" in done.stderr and "clock" not in done.stderr
+    assert "calculator, nobody, clock" in sluice(running, "tenants", "list").stdout
+    done = sluice(running, "tenants", "set", "shop", "--remove-tool", "nobody")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "calculator, clock" in sluice(running, "tenants", "list").stdout
+    assert sluice(running, "tenants", "remove", "shop").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("config",),
+        ("models",),
+        ("agent", "list"),
+        ("agent", "list", "--json"),
+        ("agent", "run", "Six times seven?", "--tool", "calculator", "--json"),
+        ("generate", "Hello"),
+    ],
+)
+def test_a_command_whose_reader_has_left_ends_quietly(
+    running: Mesh, arguments: tuple[str, ...]
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "sluice.command.cli", *arguments],
+            env=environment(running),
+            stdin=subprocess.DEVNULL,
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(write)
+    assert done.returncode == 141, done.stderr
+    assert "Error" not in done.stderr and "unexpected" not in done.stderr

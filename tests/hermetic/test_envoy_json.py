@@ -140,6 +140,55 @@ def test_an_unknown_field_is_refused_by_name(shared: Edge, body: Any, field: str
         assert detail(answer, "BadRequest")["field_violations"][0]["field"] == field
 
 
+@pytest.mark.parametrize(
+    ("body", "field", "said"),
+    [
+        ({"priority_class": "BATCH"}, "priority_class", "PRIORITY_CLASS_BATCH"),
+        ({"priorityClass": ""}, "priorityClass", "PRIORITY_CLASS_CRITICAL"),
+        ({"first_token_limit": "1.5"}, "first_token_limit", "1.5s"),
+        ({"first_token_limit": 5}, "first_token_limit", "1.5s"),
+        ({"first_token_limit": "a minute"}, "first_token_limit", "1.5s"),
+    ],
+)
+def test_a_word_or_a_time_that_is_none_is_refused_by_its_field(
+    shared: Edge, body: Any, field: str, said: str
+) -> None:
+    for text in (json.dumps({"prompt": "x"} | body), json.dumps(body | {"prompt": "x"}, indent=1)):
+        answer = httpx.post(f"{shared.url}/chat", content=text)
+        assert answer.status_code == 400, answer.text
+        assert detail(answer, "ErrorInfo")["reason"] == "INVALID_FIELD"
+        (violation,) = detail(answer, "BadRequest")["field_violations"]
+        assert violation["field"] == field
+        assert said in violation["description"] and "UNSPECIFIED" not in violation["description"]
+        assert answer.json()["message"] == f"{field}: {violation['description']}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"priority_class": "PRIORITY_CLASS_UNSPECIFIED"},
+        {"priority_class": 2},
+        {"priority_class": None},
+        {"first_token_limit": "2s"},
+        {"first_token_limit": None},
+    ],
+)
+def test_every_form_of_a_word_and_a_time_is_let_through(shared: Edge, body: Any) -> None:
+    answer = post(shared, {"prompt": "x"} | body)
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_word_in_a_query_is_refused_by_its_field(shared: Edge) -> None:
+    for name, word in (("state", "WAITING"), ("kind", "task")):
+        answer = httpx.get(f"{shared.url}/v1/runs?page_size=1&{name}={word}")
+        assert answer.status_code == 400
+        (violation,) = detail(answer, "BadRequest")["field_violations"]
+        assert violation["field"] == name
+        assert f"RUN_{name.upper()}_" in violation["description"]
+    for query in ("state=RUN_STATE_WAITING&kind=RUN_KIND_TASK", "state=4", "page_size=3"):
+        assert httpx.get(f"{shared.url}/v1/runs?{query}").status_code == 200
+
+
 def test_every_known_form_of_a_body_is_let_through(shared: Edge) -> None:
     body = {
         "prompt": "{}",
@@ -184,6 +233,10 @@ def test_every_known_form_of_a_body_is_let_through(shared: Edge) -> None:
         '{"messages": [{"role": "user"',
         '{"sampling": []}',
         '{"messages": {"role": 1, "x": }',
+        '{"messages": [}',
+        '{"messages": [ } ]}',
+        '{"messages": [{}, }]}',
+        '{"sampling": {"stop": [}}}',
         '{"prompt": ' + "[" * 10_000,
         '{"messages": ' + "[" * 10_000 + "]" * 10_000 + "}",
         '{"messages": [' + "{" * 10_000,

@@ -210,7 +210,7 @@ def test_another_verb_or_path_reaches_nobody(shared: Edge, verb: str, path: str)
         ("POST", f"/v1/runs/{RUN}/resume", {"stepp": 1}, "stepp"),
         ("POST", "/v1/sessions", {"messages": [{"rol": "user"}]}, "messages.rol"),
         ("POST", "/v1/sessions/s/messages", {"message": []}, "message"),
-        ("PUT", "/v1/collections/c/documents/a/b", {"text": "x"}, "text"),
+        ("PUT", "/v1/collections/c/documents/a/b", {"words": "x"}, "words"),
         ("POST", "/v1/collections/c/search", {"topk": 1}, "topk"),
     ],
 )

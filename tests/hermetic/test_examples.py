@@ -73,7 +73,7 @@ def environment(mesh: Mesh, key_file: Path | None = None) -> dict[str, str]:
     return {
         "PATH": path,
         "HOME": os.environ.get("HOME", "/"),
-        "SLUICE_ADDRESS": mesh.target,
+        "SLUICE_ENDPOINT": mesh.target,
         "SLUICE_KEY_FILE": str(key_file or mesh.runtime / "api-key"),
     }
 
@@ -115,6 +115,8 @@ def is_stream(messages: Sequence[Mapping[str, object]]) -> None:
 # What starts runs, in test_agent_examples.py; the server of tools in tests/unit/agent.
 ELSEWHERE = {
     "mcp_tickets.py",
+    "runs_curl.sh",
+    "runs_grpcurl.sh",
     "sql_analyst/make_database.py",
     "sql_analyst/sql_analyst.py",
     "support_agent/support_agent.py",

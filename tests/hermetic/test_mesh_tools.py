@@ -28,7 +28,7 @@ from sluice.channels import ending, open_channel
 from sluice.scheduler.v1 import admin_pb2, runs_pb2
 from sluice.state.v1 import values_pb2
 from sluice.state.v1.values_pb2_grpc import BlobServiceStub
-from sluice.status import from_rpc_error, from_status
+from sluice.status import from_rpc_error
 from tests.hermetic.admin_client import AdminClient, refused
 from tests.hermetic.mesh import Mesh, Shape, mesh
 from tests.hermetic.mesh_client import MeshClient, client_of, eventually
@@ -294,37 +294,42 @@ async def put(running: Mesh, tenant: str, tool: tools_pb2.ToolDeclaration) -> No
         await admin.close()
 
 
+ONLY = "TOOL_FIELD_NOT_ALLOWED"
+
+
 async def test_a_registered_tool_is_its_tenants_and_reaches_nothing_of_the_machine(
     running: Mesh, outside: Outside
 ) -> None:
-    """Refused at the registration by its field; and one that is taken, since its name is public by
-    its looks, is refused at the connection."""
+    """Refused at the registration by its field."""
     place = f"127.0.0.1:{outside.server.port}"
     inside = {"method": "GET", "url": f"http://{place}/orders/A-7"}
     async with (
-        tenant(running, "shop", "sums", "sneaky") as shop,
+        tenant(running, "shop", "sums") as shop,
         tenant(running, "other", "sums") as other,
     ):
-        for tool, field in (
-            (registered("a", sql={"url": "sqlite:///sales.db"}), "tool.sql.url"),
-            (registered("a", mcp={"command": ["sh"]}), "tool.mcp.command"),
+        for tool, field, reason in (
+            (registered("a", sql={"url": "sqlite:///sales.db"}), "tool.sql.url", ONLY),
+            (registered("a", mcp={"command": ["sh"]}), "tool.mcp.command", ONLY),
             (
                 registered("a", http=inside, egress={"hosts": [place], "privateAllowed": [place]}),
                 "tool.egress.private_allowed",
+                ONLY,
+            ),
+            (
+                registered("a", http=inside, egress={"hosts": [place]}),
+                "tool.http.url",
+                "INVALID_FIELD",
             ),
         ):
             error = await refused(put(running, "shop", tool))
-            assert error.reason == "TOOL_FIELD_NOT_ALLOWED"
+            assert error.reason == reason
             assert [one.field for one in error.fields] == [field]
         await put(running, "shop", registered("sums", calculator={}))
-        await put(running, "shop", registered("sneaky", http=inside, egress={"hosts": [place]}))
         before = len(outside.server.asked)
-        replies = [wanted("sums", expression="40 + 2"), wanted("sneaky"), {"answer": "done"}]
-        events = await run(running, shop, ["sums", "sneaky"], *replies)
-        first, second = ends(events)
+        replies = [wanted("sums", expression="40 + 2"), {"answer": "done"}]
+        events = await run(running, shop, ["sums"], *replies)
+        (first,) = ends(events)
         assert json.loads(first.result_json) == {"result": 42}
-        reasons = [from_status(one.status).reason for one in ends(events) if one.HasField("status")]
-        assert reasons == ["EGRESS_REFUSED"], second
         assert len(outside.server.asked) == before
         # The same name in another tenant's list stands for nothing.
         events = await run(running, other, ["sums"], wanted("sums", expression="1"), "no tools")

@@ -6,7 +6,7 @@ list that an attacker would write, names that resolve to loopback; then real cal
 canaries on loopback saw no connection, and each try ended with a typed refusal. Deterministic.
 
 Mutants: egress_address_not_checked, template_argument_not_encoded, redirect_is_a_result,
-once_reuses_connections, any_charset.
+once_reuses_connections, any_charset, operators_networks_stay_closed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agent_svc.adapters.tools.runner import Runner
 from agent_svc.ports import ChunkFound, ToolContext, ToolError
 from sluice import tool_rules
 from sluice.agent.v1.tools_pb2 import ToolDeclaration
-from sluice.egress_rules import parse_host
+from sluice.egress_rules import PrivateRule, parse_host, parse_private
 from sluice.errors import SluiceError
 from tests.fakes import FixedRights
 from tests.security.http_server import Answer, HttpServer, canaries, endless, fixed, serving, silent
@@ -69,14 +69,22 @@ def declaration(name: str = "x", **fields: Any) -> ToolDeclaration:
 async def box(
     configured: Sequence[ToolDeclaration] = (),
     registered: Sequence[ToolDeclaration] = (),
+    private: Sequence[PrivateRule] = (),
     **runner: Any,
 ) -> AsyncIterator[Tools]:
     store = Store(*registered)
     guard = EgressGuard(Loopback(), NO_TLS)
     environ = {"TOOL_SECRET_API": f"Bearer {SECRET}"}
-    servers = McpServers(guard, environ, Path())
-    sources = Sources(guard, store, environ=environ, root=Path(), mcp=servers.server)
-    tools = Tools(configured, sources, Runner(**runner), store)
+    servers = McpServers(guard, environ, Path(), private)
+    sources = Sources(
+        guard,
+        store,
+        environ=environ,
+        root=Path(),
+        mcp=servers.server,
+        registered_private=private,
+    )
+    tools = Tools(configured, sources, Runner(**runner), store, private)
     try:
         yield tools
     finally:
@@ -157,6 +165,32 @@ async def test_no_declaration_of_a_tenant_reaches_loopback() -> None:
     # Both ways to be refused were taken: by the declaration, and at the connection.
     assert refused > 100
     assert called > 20
+
+
+async def test_an_operator_opens_exactly_what_is_named_to_registered_tools() -> None:
+    """`mesh.registered_private_allowed`: an on-premises server is reached, its neighbour is not."""
+    async with serving({"/": fixed()}) as server, canaries("127.0.0.1") as (canary,):
+        named = f"api.example.org:{server.port}"  # resolves to loopback, as every name here
+        for place, opened in (
+            (f"127.0.0.1:{server.port}", f"127.0.0.1:{server.port}"),
+            (f"127.0.0.1:{server.port}", "127.0.0.0/30"),
+            (named, "127.0.0.1/32"),
+        ):
+            rules = [parse_private(opened), parse_private("::1/128")]
+            one = declaration(
+                http={"method": "GET", "url": f"http://{place}/"}, egress={"hosts": [place]}
+            )
+            async with box(registered=[one], private=rules) as tools:
+                (tool,) = await tools.resolve("t", ["x"])
+                before = len(server.asked)
+                await tool.call({}, CONTEXT)
+                assert len(server.asked) == before + 1
+        only = [parse_private(f"127.0.0.1:{server.port}")]
+        for url in forms(canary.port):
+            for one in kinds(url):
+                async with box(registered=[one], private=only) as tools:
+                    await _refusals(tools)
+        assert canary.connections == 0
 
 
 @asynccontextmanager

@@ -27,6 +27,7 @@ from agent_svc.ports import ChunkSearch, Tool, ToolError, ToolSource
 from sluice import tool_rules
 from sluice.agent.v1 import tools_pb2
 from sluice.agent.v1.tools_pb2 import ToolDeclaration
+from sluice.egress_rules import EgressRules, PrivateRule
 from sluice.errors import SluiceError
 from sluice.json_schemas import check_schema
 
@@ -43,7 +44,8 @@ McpSources = Callable[[ToolDeclaration, str], ToolSource]
 
 
 class Sources:
-    """Makes sources; one per process. ``root``: what relative paths count from."""
+    """Makes sources; one per process. ``root``: what relative paths count from.
+    ``registered_private``: what registered tools may reach beside public addresses."""
 
     def __init__(
         self,
@@ -53,6 +55,7 @@ class Sources:
         environ: Mapping[str, str],
         root: Path,
         mcp: McpSources | None = None,
+        registered_private: Sequence[PrivateRule] = (),
         now: Callable[[], float] = time.time,
     ) -> None:
         self._guard = guard
@@ -60,6 +63,7 @@ class Sources:
         self._environ = environ
         self._root = root
         self._mcp = mcp
+        self._registered_private = registered_private
         self._now = now
 
     def source(self, tool: ToolDeclaration, tenant: str = "") -> ToolSource:
@@ -81,20 +85,26 @@ class Sources:
             path = self._root / tool.sql.url.removeprefix("sqlite:///")
             return _SqlSource(tool, info, SqliteDatabase(path))
         if kind == "http":
-            return self._http(tool, info)
+            return self._http(tool, info, tenant)
         if kind == "openapi":
-            return _OpenApiSource(tool, info, self._exchange(tool), self._document(tool, tenant))
+            rules = self._rules(tool, tenant)
+            exchange = self._exchange(tool, rules)
+            return _OpenApiSource(tool, info, exchange, self._document(tool, tenant), rules)
         if kind == "mcp" and self._mcp is not None:
             return self._mcp(tool, tenant)
         return _Unavailable()
 
-    def _http(self, tool: ToolDeclaration, info: ToolInfo) -> ToolSource:
+    def _rules(self, tool: ToolDeclaration, tenant: str) -> EgressRules:
+        private = self._registered_private if tenant else ()
+        return tool_rules.egress_rules(tool.egress, private=private)
+
+    def _http(self, tool: ToolDeclaration, info: ToolInfo, tenant: str) -> ToolSource:
         parameters = tool_rules.parameters_of(tool.http.parameters_json, "parameters_json")
-        exchange = self._exchange(tool)
+        exchange = self._exchange(tool, self._rules(tool, tenant))
         made = HttpTool(_with(info, parameters), tool.http.method, tool.http.url, exchange)
         return _HttpSource(made, exchange)
 
-    def _exchange(self, tool: ToolDeclaration) -> Exchange:
+    def _exchange(self, tool: ToolDeclaration, rules: EgressRules) -> Exchange:
         kind = tool.http if tool.WhichOneof("kind") == "http" else tool.openapi
         limit_s = tool_rules.timeout_s(tool)
         caps = Caps(
@@ -105,7 +115,6 @@ class Sources:
             media_types=MEDIA_TYPES,
         )
         repeatable = tool.effect in EFFECTS
-        rules = tool_rules.egress_rules(tool.egress)
         transport = self._guard.transport(rules, caps, reuse=repeatable)
         secrets = Secrets(kind.secret_headers, self._environ)
         return Exchange(transport, secrets, kind.idempotency_header)
@@ -235,12 +244,18 @@ class _OpenApiSource:
     """The operations of a document, read in a thread when they are first asked for."""
 
     def __init__(
-        self, tool: ToolDeclaration, info: ToolInfo, exchange: Exchange, read: Callable[[], str]
+        self,
+        tool: ToolDeclaration,
+        info: ToolInfo,
+        exchange: Exchange,
+        read: Callable[[], str],
+        rules: EgressRules,
     ) -> None:
         self._declared = tool
         self._info = info
         self._exchange = exchange
         self._read = read
+        self._rules = rules
         self._made = _Made(self._make, float("inf"))
 
     async def tools(self) -> Sequence[Tool]:
@@ -262,8 +277,7 @@ class _OpenApiSource:
         tool, openapi = self._declared, self._declared.openapi
         document = read_document(self._read())
         base = openapi.base_url or base_url(document)
-        rules = tool_rules.egress_rules(tool.egress)
-        tool_rules.check_url(base, "servers[0].url", rules)
+        tool_rules.check_url(base, "servers[0].url", self._rules)
         tools: list[Tool] = []
         for one in operations(document, list(openapi.operations)):
             if problem := check_schema(one.schema):

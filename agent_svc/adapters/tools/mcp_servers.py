@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +25,7 @@ from agent_svc.adapters.tools.mcp_stdio import child_environment, stdio_transpor
 from agent_svc.adapters.tools.secrets import Secrets
 from agent_svc.ports import ToolError
 from sluice.agent.v1 import tools_pb2
+from sluice.egress_rules import EgressRules, PrivateRule
 from sluice.process_guard import ProcessGuard
 from sluice.tool_rules import egress_rules
 
@@ -37,12 +38,20 @@ STREAM_BYTES_MAX: Final = 1 << 40
 
 class McpServers:
     """``environ``: this process's environment, for secrets and for what a child inherits.
-    ``root``: the folder in which programs start."""
+    ``root``: the folder in which programs start. ``registered_private``: what registered servers
+    may be at beside public addresses."""
 
-    def __init__(self, guard: EgressGuard, environ: Mapping[str, str], root: Path) -> None:
+    def __init__(
+        self,
+        guard: EgressGuard,
+        environ: Mapping[str, str],
+        root: Path,
+        registered_private: Sequence[PrivateRule] = (),
+    ) -> None:
         self._guard = guard
         self._root = root
         self._environ = environ
+        self._registered_private = registered_private
         self._servers: set[McpServer] = set()
         self._sessions = 0
         self._process_guard: ProcessGuard | None = None
@@ -54,9 +63,14 @@ class McpServers:
         if tenant and declaration.mcp.command:
             message = "Only the configuration may start programs."
             raise ToolError("TOOL_UNAVAILABLE", message, made=False)
-        way = self._stdio if declaration.mcp.command else self._http
+        rules = egress_rules(declaration.egress, private=self._registered_private if tenant else ())
         secrets = Secrets(declaration.mcp.secret_headers, self._environ)
-        server = McpServer(declaration, lambda: way(server), secrets, self._servers.discard)
+
+        def way() -> AbstractAsyncContextManager[TransportStreams]:
+            command = bool(declaration.mcp.command)
+            return self._stdio(server) if command else self._http(server, rules)
+
+        server = McpServer(declaration, way, secrets, self._servers.discard)
         self._servers.add(server)
         return server
 
@@ -77,10 +91,9 @@ class McpServers:
             self._sessions -= 1
 
     @asynccontextmanager
-    async def _http(self, server: McpServer) -> AsyncIterator[TransportStreams]:
+    async def _http(self, server: McpServer, rules: EgressRules) -> AsyncIterator[TransportStreams]:
         headers = server.secrets.headers()
         caps = Caps(body_bytes_max=STREAM_BYTES_MAX, total_s=STREAM_S, read_s=READ_S)
-        rules = egress_rules(server.declaration.egress)
         url, most = server.declaration.mcp.url, server.message_bytes_max
         with self._counted():
             transport = McpHttpTransport(self._guard.transport(rules, caps), most)

@@ -56,6 +56,20 @@ def test_names_that_are_given_replace_those_that_were_there() -> None:
     assert list(tenant.tools) == []
 
 
+def test_tools_are_given_whole_or_added_and_taken_out() -> None:
+    tenant = admin_pb2.Tenant(name="a", tools=["clock", "sales"])
+    cli_tenants._set_tools(tenant.tools, None, ["desk", "clock"], ["sales"])
+    assert list(tenant.tools) == ["clock", "desk"]
+    cli_tenants._set_tools(tenant.tools, ["handbook"], (), ())
+    assert list(tenant.tools) == ["handbook"]
+    with pytest.raises(typer.BadParameter, match="not both"):
+        cli_tenants._set_tools(tenant.tools, ["clock"], ["desk"], ())
+    with pytest.raises(typer.BadParameter, match="there are: handbook") as raised:
+        cli_tenants._set_tools(tenant.tools, None, (), ["clock"])
+    assert raised.value.param_hint == "--remove-tool"
+    assert list(tenant.tools) == ["handbook"]
+
+
 def test_a_lower_ceiling_takes_the_default_class_with_it_unless_one_is_said() -> None:
     tenant = admin_pb2.Tenant(
         name="a",

@@ -305,3 +305,16 @@ def test_a_setting_in_the_file_that_no_service_has_is_refused(tmp_path: Path) ->
     settings_page.check(made(tmp_path))
     with pytest.raises(ConfigError, match=r"scheduler\.placemnt: there is no such setting"):
         settings_page.check(made(tmp_path, f'[scheduler]\nplacemnt = "weighted"\n{ENTRY}'))
+
+
+@pytest.mark.parametrize("entry", ["10.0.0.1", "10.0.0.1/8", "crm.internal", "", "crm:0"])
+def test_a_network_of_registered_tools_that_is_none_is_refused(tmp_path: Path, entry: str) -> None:
+    with pytest.raises(ConfigError, match=r"mesh\.registered_private_allowed"):
+        made(tmp_path, f'[mesh]\nregistered_private_allowed = ["10.0.0.0/8", "{entry}"]\n')
+
+
+def test_networks_of_registered_tools_are_networks_and_hosts(tmp_path: Path) -> None:
+    text = '[mesh]\nregistered_private_allowed = ["10.0.0.0/8", "crm.internal:8443"]\n'
+    first, second = made(tmp_path, text).mesh.registered_private()
+    assert str(first.network) == "10.0.0.0/8"
+    assert (second.host, second.port) == ("crm.internal", 8443)

@@ -77,7 +77,7 @@ def told(**kind: Any) -> list[str]:
                     step=3, decision=runs_pb2.RESUME_DECISION_SUPPLY_RESULT
                 )
             },
-            ["step 3: decided: supply result"],
+            ["step 3: decided: result supplied"],
         ),
         (
             {"progress": runs_pb2.RunProgress(phase="embed", done=2, total=9)},

@@ -206,3 +206,21 @@ def test_no_text_is_an_entry_by_accident(text: str) -> None:
     except ValueError:
         return
     assert rule.name == canonical_host(rule.name)
+
+
+@pytest.mark.parametrize("host", [*PRIVATE, "localhost", "a.LOCALHOST"])
+def test_what_is_private_by_its_looks_is_known_before_it_is_resolved(host: str) -> None:
+    rules = EgressRules(private=(parse_private("10.0.0.0/8"), parse_private("localhost:443")))
+    opened = host == "10.0.0.1" or host == "localhost"
+    assert rules.may_reach("https", host, None) is opened
+    assert not EgressRules().may_reach("https", host, None)
+    assert not rules.may_reach("http", "localhost", None)  # another port
+
+
+def test_other_names_and_public_addresses_are_judged_later() -> None:
+    for host in (*PUBLIC, "example.org", "internal.corp"):
+        assert EgressRules().may_reach("https", host, 8443)
+    for host in NEVER:
+        assert not EgressRules(private=(parse_private("169.254.0.0/16"),)).may_reach(
+            "https", host, None
+        )

@@ -1,6 +1,7 @@
 """What a declaration of a tool must be, and what only the configuration may declare.
 
-Mutants: registered_tool_may_open_private_addresses, secret_variables_are_any.
+Mutants: registered_tool_may_open_private_addresses, secret_variables_are_any,
+url_at_a_private_address.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import pytest
 from google.protobuf.json_format import ParseDict
 
 from sluice.agent.v1.tools_pb2 import ToolDeclaration
+from sluice.egress_rules import parse_private
 from sluice.errors import Code, SluiceError
 from sluice.tool_rules import (
     check,
@@ -81,6 +83,58 @@ def test_what_belongs_to_the_machine_is_for_the_configuration_only(
     error = refused(one)
     assert error.reason == "TOOL_FIELD_NOT_ALLOWED"
     assert [violation.field for violation in error.fields] == [f"tool[3].{field}"]
+
+
+PRIVATE_HOSTS = (
+    *("127.0.0.1", "127.8.8.8", "10.0.0.5", "192.168.1.1", "172.16.0.9", "100.64.0.1"),
+    *("169.254.1.1", "169.254.169.254", "0.0.0.0", "[::1]", "[fd00::1]", "[fe80::1]"),
+    *("localhost", "LOCALHOST", "db.localhost", "[::ffff:127.0.0.1]"),
+)
+
+
+def at(host: str, **more: Any) -> list[tuple[ToolDeclaration, str]]:
+    """A tool of each kind that has a URL, at this host, and the URL's field."""
+    place = f"{host}:8443"
+    egress = {"hosts": [place], **more}
+    url = f"https://{place}/x"
+    return [
+        (tool(http={"method": "GET", "url": url}, egress=egress), "http.url"),
+        (tool(openapi={"document": "{}", "baseUrl": url}, egress=egress), "openapi.base_url"),
+        (tool(mcp={"url": url}, egress=egress), "mcp.url"),
+    ]
+
+
+@pytest.mark.parametrize("host", PRIVATE_HOSTS)
+@pytest.mark.parametrize("configured", [False, True])
+def test_a_url_at_a_private_address_is_refused_where_nothing_opens_it(
+    host: str, configured: bool
+) -> None:
+    """Before any call: at the registration, and at the start of the agent service."""
+    for one, field in at(host):
+        error = refused(one, configured)
+        assert [violation.field for violation in error.fields] == [f"tool[3].{field}"]
+        assert "only tools of sluice.toml may reach private addresses" in error.message
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [("10.0.0.5", "10.0.0.0/24"), ("[fd00::1]", "fd00::/64"), ("localhost", "localhost:8443")],
+)
+def test_what_the_configuration_or_the_operator_opens_is_taken(host: str, allowed: str) -> None:
+    for one, _ in at(host, privateAllowed=[allowed]):
+        check(one, configured=True)
+    for one, _ in at(host):
+        check(one, configured=False, private=[parse_private(allowed)])
+        refused(one)
+
+
+@pytest.mark.parametrize("host", ["169.254.169.254", "[::ffff:10.0.0.5]", "10.0.1.5", "127.0.0.1"])
+def test_an_operators_networks_open_nothing_else(host: str) -> None:
+    opened = [parse_private("10.0.0.0/24"), parse_private("crm.internal:8443")]
+    opened.append(parse_private("169.254.0.0/16"))
+    for one, _ in at(host):
+        with pytest.raises(SluiceError):
+            check(one, configured=False, private=opened)
 
 
 def http(**fields: Any) -> ToolDeclaration:
