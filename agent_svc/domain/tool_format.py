@@ -55,6 +55,7 @@ from sluice.json_schemas import JsonError, parse, parse_object, validate
 
 ARGUMENTS_BYTES_MAX: Final = 64 * 1024
 NAMES_CHARS_MAX: Final = 300  # of tools' names in a problem
+TASK_BYTES_MAX: Final = 400  # of a task that is said again
 
 
 class Format(Enum):
@@ -192,6 +193,9 @@ def _in_words(task: Task, steps: Sequence[Step], options: Options) -> Ask:
     system = [Message("system", "\n\n".join([*said, _WORDS]))]
     before, last = _split(task)
     told = [step for step in steps if step.results or step is steps[-1]]
+    # Said again at the end, since a small model goes on with what it read last.
+    asked_for = cut(last[-1].content, TASK_BYTES_MAX) if last else ""
+    hint = f"The task was: {asked_for}\nNow answer the task in words."
     conversed = conversation(
         [in_words(message) for message in before],
         [in_words(message) for message in last],
@@ -201,7 +205,7 @@ def _in_words(task: Task, steps: Sequence[Step], options: Options) -> Ask:
         size_of(system),
     )
     return Ask(
-        messages=(*system, *with_hint(conversed.messages, "Now answer the task in words.")),
+        messages=(*system, *with_hint(conversed.messages, hint)),
         json_schema="",
         tools=(),
         format=None,

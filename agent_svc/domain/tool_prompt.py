@@ -202,8 +202,7 @@ def told_in_words(step: Step, shown: Callable[[Result], str]) -> tuple[Message, 
 def told_for_an_answer(step: Step, shown: Callable[[Result], str]) -> tuple[Message, ...]:
     """A step when nothing but an answer in words is asked for: no JSON of calls, which a small
     model would go on with."""
-    calls = ", ".join(call.name for call in step.message.tool_calls)
-    wrote = f"I call {calls}." if calls and not step.problem else _wrong_reply(step)
+    wrote = _wrong_reply(step) if step.problem else "Let me look."
     lines = [
         f"Result of {result.call.name} {cut(result.call.arguments_json, CALL_BYTES_MAX)}:"
         f" {shown(result)}{_NOTHING if _is_empty(result) else ''}"
