@@ -292,12 +292,13 @@ class Written:
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What a model is asked. ``json_schema``: of what it writes, or empty. ``tools``: for its chat
-    template."""
+    template. ``otherwise``: sampled otherwise than usual, since a reply like this ran on."""
 
     messages: Sequence[Message]
     json_schema: str = ""
     tools: Sequence[ToolInfo] = ()
     keep_special_tokens: bool = False
+    otherwise: bool = False
 
 
 class Model(Protocol):

@@ -234,7 +234,7 @@ ADMIN: Final[Mapping[str, Reason]] = {
 
 RUNS: Final[Mapping[str, Reason]] = {
     "BUDGET_STEPS": _reason(_BUSY, "run", "As many model and tool calls as the run may make."),
-    "BUDGET_TOKENS": _reason(_BUSY, "run", "The run's model tokens are used up."),
+    "BUDGET_TOKENS": _reason(_BUSY, "run", "The run's model tokens do not hold another call."),
     "BUDGET_TOOL_CALLS": _reason(_BUSY, "run", "More tool calls than the run may make."),
     "BUDGET_COST": _reason(_BUSY, "run", "The run has cost what it may."),
     "BUDGET_WALL_TIME": _reason(

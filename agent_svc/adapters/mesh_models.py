@@ -36,6 +36,10 @@ RENEW_TIMEOUT_S: Final = 5.0
 MARGIN_S: Final = 0.5  # the scheduler's own deadline comes first
 CALL_S_MAX: Final = 3_600.0
 """Longest model call; a run's wall time is usually sooner."""
+# After a reply that ran on, where the run itself says nothing. The penalty grows with what is
+# repeated: an end of the text, which was not written yet, becomes likelier than one more round.
+RETRY_TEMPERATURE: Final = 0.7
+RETRY_PENALTY: Final = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +200,17 @@ class MeshModel:
             request_id=request_id,
         )
         request.sampling.max_tokens = max_tokens
+        if request.sampling.min_tokens > max_tokens:
+            request.sampling.min_tokens = max_tokens
         if prompt.json_schema:
             request.sampling.structured_output.json_schema = prompt.json_schema
         if prompt.keep_special_tokens:
             request.sampling.keep_special_tokens = True
+        if prompt.otherwise:
+            if not request.sampling.HasField("temperature"):
+                request.sampling.temperature = RETRY_TEMPERATURE
+            if not request.sampling.HasField("frequency_penalty"):
+                request.sampling.frequency_penalty = RETRY_PENALTY
         return request
 
 

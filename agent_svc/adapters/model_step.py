@@ -2,12 +2,17 @@
 
 Stateless but for the call. A prompt that does not fit into the model's context is asked again with
 less of the history, twice at most (agent_svc/domain/tool_format.py says what is left out).
+
+A call writes no more than the run's budget leaves beside the prompt, whose tokens are estimated.
+After a reply that ran on until it was cut off, the next one is held shorter and sampled otherwise:
+a small model that is asked alike, and greedy, writes the same again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Final
@@ -17,6 +22,7 @@ from agent_svc.domain.history import History
 from agent_svc.domain.model import ModelStep, Task
 from agent_svc.domain.next_action import CallModel
 from agent_svc.domain.tool_format import AnswerText, Ask, Options, ask, read
+from agent_svc.domain.tool_prompt import size_of
 from agent_svc.run_ports import Model, Prompt, Written
 from sluice.errors import Code, SluiceError
 from sluice.fault_points import fault_point
@@ -24,6 +30,8 @@ from sluice.fault_points import fault_point
 CONTEXT_REASONS: Final = frozenset({"CONTEXT_LENGTH", "CONTEXT_LENGTH_EXCEEDED"})
 CONTEXT_TRIES: Final = 3
 BYTES_A_TOKEN: Final = 3  # cautious: English has about 4
+OUTPUT_TOKENS_MIN: Final = 16  # with less room nothing of use can be written
+RETRY_TOKENS_MIN: Final = 64  # of a call after replies that were cut off
 READ_INLINE_CHARS: Final = 4096  # longer replies are read in a thread
 
 Publish = Callable[[int, str, bool], Awaitable[bool]]
@@ -40,6 +48,31 @@ def fitting(options: Options, context_tokens: int, output_tokens: int) -> Option
     return replace(options, prompt_bytes=room * BYTES_A_TOKEN)
 
 
+class BudgetTooSmallError(Exception):
+    """What is left of the run's tokens does not hold the next call."""
+
+
+def prompt_tokens(asked: Ask) -> int:
+    """Tokens of a prompt, about; rather too many than too few."""
+    tools = sum(
+        len(tool.name) + len(tool.description) + len(json.dumps(tool.parameters))
+        for tool in asked.tools
+    )
+    return -(-(size_of(asked.messages) + tools) // BYTES_A_TOKEN)
+
+
+def tokens_of_call(asked: Ask, tokens_left: int, output_tokens: int) -> int:
+    """Most tokens that a call may write. ``tokens_left``: of the run's budget; ``output_tokens``:
+    of one call. Raises BudgetTooSmallError."""
+    if asked.cuts:
+        shorter = max(RETRY_TOKENS_MIN, output_tokens >> asked.cuts)
+        output_tokens = min(output_tokens, shorter)
+    room = tokens_left - prompt_tokens(asked)
+    if room < min(output_tokens, OUTPUT_TOKENS_MIN):
+        raise BudgetTooSmallError
+    return min(output_tokens, room)
+
+
 async def model_step(
     task: Task,
     history: History,
@@ -51,12 +84,14 @@ async def model_step(
     publish: Publish,
     interval_s: Callable[[], float],
 ) -> ModelStep:
-    """Makes the call. Raises SluiceError as the scheduler refused it or the model failed."""
+    """Makes the call. Raises SluiceError as the scheduler refused it or the model failed.
+    BudgetTooSmallError: what is left of the budget does not hold the prompt and an answer."""
     tries = 0
     while True:
         asked = ask(task, history.events, options)
         try:
-            return await _once(action, model, asked, max_tokens, publish, interval_s)
+            most = tokens_of_call(asked, action.tokens_left, max_tokens)
+            return await _once(action, model, asked, most, publish, interval_s)
         except SluiceError as error:
             tries += 1
             if error.reason not in CONTEXT_REASONS or tries >= CONTEXT_TRIES:
@@ -80,7 +115,13 @@ async def _once(
         return await publish(action.step, text, replaces)
 
     fault_point("agent.before_model_call")
-    prompt = Prompt(asked.messages, asked.json_schema, asked.tools, asked.keep_special_tokens)
+    prompt = Prompt(
+        asked.messages,
+        asked.json_schema,
+        asked.tools,
+        asked.keep_special_tokens,
+        otherwise=asked.cuts > 0,
+    )
     stream = model.generate(
         prompt,
         step=action.step,
@@ -113,4 +154,5 @@ async def _once(
         cached_tokens=written.cached_tokens,
         problem=reply.problem,
         messages_left_out=asked.messages_left_out,
+        cut_off=written.finish_reason == "length",
     )

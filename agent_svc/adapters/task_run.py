@@ -19,7 +19,7 @@ from typing import Final, assert_never, cast
 from agent_svc.adapters.counts import Counts
 from agent_svc.adapters.held_run import HeldRun, InterruptedRunError
 from agent_svc.adapters.journal import Journal
-from agent_svc.adapters.model_step import fitting, model_step
+from agent_svc.adapters.model_step import BudgetTooSmallError, fitting, model_step
 from agent_svc.adapters.tool_calls import ToolCalls
 from agent_svc.domain.ending import (
     Finish,
@@ -28,6 +28,7 @@ from agent_svc.domain.ending import (
     after_refusal,
     cancelled,
     failed,
+    next_is_too_large,
     out_of_time,
     run_too_long,
 )
@@ -213,11 +214,15 @@ class TaskRun:
                     action,
                     self._world.model,
                     options=self._options,
-                    max_tokens=min(self._output_tokens, action.tokens_left),
+                    max_tokens=self._output_tokens,
                     publish=self._publish,
                     interval_s=self._manner.text_interval_s,
                 )
             )
+        except BudgetTooSmallError:
+            reason = "BUDGET_TOKENS"
+            journal = self._journal
+            return next_is_too_large(journal.bounds, journal.history, journal.now_s())
         except InterruptedRunError:
             reason = "INTERRUPTED"
             return None

@@ -238,6 +238,9 @@ def _model_step(step: model.ModelStep) -> runs_pb2.ModelStep:
         cost=step.cost,
         problem=step.problem,
         messages_left_out=step.messages_left_out,
+        finish_reason=(
+            result_pb2.FINISH_REASON_LENGTH if step.cut_off else result_pb2.FINISH_REASON_STOP
+        ),
     )
 
 
@@ -259,6 +262,7 @@ def _ended(end: model.Ended) -> runs_pb2.RunEnded:
         answer=end.answer,
         status=_status(end.failure),
         agent_not_needed=end.agent_not_needed,
+        truncated=end.truncated,
     )
 
 
@@ -291,7 +295,8 @@ def _read_kind(message: runs_pb2.RunEvent) -> model.Kind:
             end = message.ended
             state = _known(_ENDS_READ, end.state)
             failure = _read_failure(end)
-            kind = model.Ended(state, end.answer, failure, end.agent_not_needed)
+            needless = end.agent_not_needed
+            kind = model.Ended(state, end.answer, failure, needless, end.truncated)
         case _:
             raise ValueError("a kind of event that is not known here")
     return kind
@@ -308,6 +313,7 @@ def _read_model_step(step: runs_pb2.ModelStep) -> model.ModelStep:
         cached_tokens=step.usage.cached_tokens,
         problem=step.problem,
         messages_left_out=step.messages_left_out,
+        cut_off=step.finish_reason == result_pb2.FINISH_REASON_LENGTH,
     )
 
 

@@ -5,7 +5,7 @@ For every kind of run; what is special to a kind is in :class:`Bounds`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent_svc.domain.history import History
 from agent_svc.domain.model import (
@@ -67,9 +67,10 @@ class Finish:
     events: tuple[Kind, ...]
 
 
-def succeeded(bounds: Bounds, history: History, answer: str) -> Finish:
+def succeeded(bounds: Bounds, history: History, answer: str, *, truncated: bool = False) -> Finish:
     """The end of a run that has its answer."""
-    return Finish((_ended(bounds, history, End.SUCCEEDED, answer=answer),))
+    end = _ended(bounds, history, End.SUCCEEDED, answer=answer)
+    return Finish((replace(end, truncated=truncated),))
 
 
 def failed(bounds: Bounds, history: History, error: SluiceError) -> Finish:
@@ -100,12 +101,14 @@ def unread(error: SluiceError | None = None) -> Ended:
     return Ended(End.FAILED, failure=Failure(error.code, error.reason, error.message))
 
 
-def used_up(bounds: Bounds, history: History, reason: str, what: str, now_s: float) -> Finish:
+def used_up(
+    bounds: Bounds, history: History, reason: str, what: str, now_s: float, how: str = "used up"
+) -> Finish:
     """The end of a run that used a budget up, with what was done so far."""
     budget = bounds.budget
     spent_s = history.spent_s(bounds.create_s, now_s)
     text = (
-        f"The run's limit of {what} is used up. Done so far: {history.model_calls} model calls,"
+        f"The run's limit of {what} is {how}. Done so far: {history.model_calls} model calls,"
         f" {history.tool_calls} tool calls, {history.tokens} of {budget.tokens_max} tokens,"
         f" {spent_s:.1f} of {budget.wall_time_s:.1f} s, cost {history.cost:.6g}."
     )
@@ -123,6 +126,12 @@ def overdue(bounds: Bounds, history: History, now_s: float) -> Ended:
     end = out_of_time(bounds, history, now_s).events[-1]
     assert isinstance(end, Ended)
     return end
+
+
+def next_is_too_large(bounds: Bounds, history: History, now_s: float) -> Finish:
+    """The end of a run whose next model call does not fit what is left of its tokens."""
+    how = "too small for the next model call"
+    return used_up(bounds, history, "BUDGET_TOKENS", "tokens", now_s, how)
 
 
 def after_refusal(

@@ -124,7 +124,8 @@ class Queued:
 @dataclass(frozen=True, slots=True)
 class ModelStep:
     """A model call ended. ``problem``: what was wrong with what it wrote, as it is told.
-    ``messages_left_out``: the oldest messages that the context had no room for."""
+    ``messages_left_out``: the oldest messages that the context had no room for.
+    ``cut_off``: at the limit of tokens."""
 
     step: int
     message: Message
@@ -135,6 +136,7 @@ class ModelStep:
     cached_tokens: int = 0
     problem: str = ""
     messages_left_out: int = 0
+    cut_off: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +198,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The run ended."""
+    """The run ended. ``truncated``: its answer was cut off at a limit of tokens."""
 
     end: End
     answer: str = ""
     failure: Failure | None = None
     agent_not_needed: bool = False
+    truncated: bool = False
 
 
 Kind = Queued | ModelStep | CallStarted | CallEnded | Waiting | Resumed | Paused | Progress | Ended

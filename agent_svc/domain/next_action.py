@@ -42,14 +42,14 @@ from agent_svc.domain.model import (
 )
 from sluice.errors import Code, failed_precondition
 
-DECISIONS = 1
+DECISIONS = 2
 """Number of these rules: a run that was begun under another number may go another way now."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallModel:
-    """Let the model write. ``tokens_left``: most tokens that it may write. ``deadline_s``: seconds
-    left to the run."""
+    """Let the model write. ``tokens_left``: of the budget, for the prompt and what is written.
+    ``deadline_s``: seconds left to the run."""
 
     step: int
     tokens_left: int
@@ -137,7 +137,7 @@ def _after_calls(
 ) -> Action:
     last, budget = history.last_step, bounds.budget
     if last is not None and not last.problem and not last.message.tool_calls:
-        return succeeded(bounds, history, last.message.content)
+        return succeeded(bounds, history, last.message.content, truncated=last.cut_off)
     if last is not None and history.wrong_in_row >= rules.wrong_calls_max:
         text = f"The model wrote what cannot be used {history.wrong_in_row} times in a row."
         return failed(bounds, history, failed_precondition("WRONG_CALLS", text))
@@ -145,7 +145,7 @@ def _after_calls(
         return used_up(bounds, history, "BUDGET_STEPS", "steps", now_s)
     if history.tokens >= budget.tokens_max:
         return used_up(bounds, history, "BUDGET_TOKENS", "tokens", now_s)
-    if history.cost > 0 and history.cost >= budget.cost_max:
+    if _cost_is_over(bounds, history):
         return used_up(bounds, history, "BUDGET_COST", "cost", now_s)
     step = history.steps + 1
     return CallModel(
@@ -156,7 +156,17 @@ def _after_calls(
     )
 
 
+def _cost_is_over(bounds: Bounds, history: History) -> bool:
+    return history.cost > 0 and history.cost >= bounds.budget.cost_max
+
+
 def _open_calls(task: Task, bounds: Bounds, history: History, now_s: float, rules: Rules) -> Action:
+    # None is begun when the model could not be told of its result; one that has begun goes on.
+    if not any(state.started for state in history.open_calls):
+        if history.tokens >= bounds.budget.tokens_max:
+            return used_up(bounds, history, "BUDGET_TOKENS", "tokens", now_s)
+        if _cost_is_over(bounds, history):
+            return used_up(bounds, history, "BUDGET_COST", "cost", now_s)
     # What was asked for fits the budget as a whole, or none of it is made.
     if history.steps > bounds.budget.steps_max:
         return used_up(bounds, history, "BUDGET_STEPS", "steps", now_s)

@@ -40,6 +40,8 @@ STEPS_GROUP: Final = 4
 RESULT_BYTES_MIN: Final = 64
 MESSAGE_BYTES: Final = 16  # what a template adds to a message, about
 WRONG_REPLY_BYTES_MAX: Final = 400  # of a reply that was wrong, shown back to the model
+CUT_REPLY_BYTES_MAX: Final = 40  # of one that was cut off: what ran on once would be copied
+CALL_BYTES_MAX: Final = 200  # of a call, beside its result, when an answer is asked for
 DESCRIPTION_CHARS_MAX: Final = 300
 SYSTEM_ROLES: Final = ("system", "developer")
 
@@ -55,10 +57,11 @@ class Result:
 
 @dataclass(slots=True)
 class Step:
-    """A model call of the past and what came of it."""
+    """A model call of the past and what came of it. ``cut_off``: at the limit of tokens."""
 
     message: Message
     problem: str = ""
+    cut_off: bool = False
     results: list[Result] = field(default_factory=list)
 
 
@@ -72,7 +75,7 @@ def steps_of(events: Sequence[Event]) -> list[Step]:
     for event in events:
         kind = event.kind
         if isinstance(kind, ModelStep):
-            steps.append(Step(kind.message, kind.problem))
+            steps.append(Step(kind.message, kind.problem, kind.cut_off))
             calls.update({call.id: call for call in kind.message.tool_calls})
         elif isinstance(kind, CallEnded) and kind.call_id in calls:
             ended[kind.call_id] = _result(calls[kind.call_id], kind)
@@ -185,7 +188,7 @@ def told_in_words(step: Step, shown: Callable[[Result], str]) -> tuple[Message, 
         for call in step.message.tool_calls
     ]
     if step.problem or not wrote:
-        text = cut(step.message.content, WRONG_REPLY_BYTES_MAX) or "(nothing)"
+        text = _wrong_reply(step)
     else:
         value: object = wrote[0] if len(wrote) == 1 else {"calls": wrote}
         text = json.dumps(value, ensure_ascii=False)
@@ -194,6 +197,35 @@ def told_in_words(step: Step, shown: Callable[[Result], str]) -> tuple[Message, 
         lines.append(step.problem)
     answer = (Message("user", "\n".join(lines)),) if lines else ()
     return (Message("assistant", text), *answer)
+
+
+def told_for_an_answer(step: Step, shown: Callable[[Result], str]) -> tuple[Message, ...]:
+    """A step when nothing but an answer in words is asked for: no JSON of calls, which a small
+    model would go on with."""
+    wrote = _wrong_reply(step) if step.problem else "Let me look."
+    lines = [
+        f"Result of {result.call.name} {cut(result.call.arguments_json, CALL_BYTES_MAX)}:"
+        f" {shown(result)}{_NOTHING if _is_empty(result) else ''}"
+        for result in step.results
+    ]
+    if step.problem:
+        lines.append(step.problem)
+    answer = (Message("user", "\n".join(lines)),) if lines else ()
+    return (Message("assistant", wrote), *answer)
+
+
+_NOTHING: Final = " (nothing was found)"
+_EMPTY: Final = frozenset(("", "[]", "{}", "null", '""', '{"result":[]}', '{"result":null}'))
+
+
+def _is_empty(result: Result) -> bool:
+    return len(result.text) < 64 and "".join(result.text.split()) in _EMPTY
+
+
+def _wrong_reply(step: Step) -> str:
+    """What the model wrote in vain, or the beginning of it."""
+    most = CUT_REPLY_BYTES_MAX if step.cut_off else WRONG_REPLY_BYTES_MAX
+    return cut(step.message.content, most) or "(nothing)"
 
 
 def in_words(message: Message) -> Message:
@@ -209,7 +241,7 @@ def in_words(message: Message) -> Message:
 def told_natively(step: Step, shown: Callable[[Result], str]) -> tuple[Message, ...]:
     """A step as the model's own template renders it: calls, then a tool's message for each."""
     if step.problem or not step.message.tool_calls:
-        text = cut(step.message.content, WRONG_REPLY_BYTES_MAX) or "(nothing)"
+        text = _wrong_reply(step)
         told = (Message("user", step.problem),) if step.problem else ()
         return (Message("assistant", text), *told)
     results = (

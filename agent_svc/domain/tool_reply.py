@@ -40,17 +40,20 @@ class Written:
     answer: object = ""
 
 
-def read_structured(text: str, *, cut_off: bool) -> Written:
-    """A reply in structured output."""
+CUT_OFF: Final = "The reply was cut off at the limit of tokens. Write less."
+
+
+def read_structured(text: str, *, cut_off: bool, typed: bool = False) -> Written:
+    """A reply in structured output. ``typed``: a part of an answer is none."""
     try:
         value = parse(text, bytes_max=REPLY_BYTES_MAX)
     except JsonError as error:
         field = AnswerField()
         begun = field.push(text[:REPLY_BYTES_MAX])
-        if cut_off and begun.strip():
+        if cut_off and begun.strip() and not typed:
             return Written(answer=begun)  # the client saw it; the limit was the caller's
         if cut_off:
-            raise ReplyError("The reply was cut off at the limit of tokens. Write less.") from None
+            raise ReplyError(CUT_OFF) from None
         raise ReplyError(f"The reply {error}. Write one JSON object of the given form.") from None
     if isinstance(value, dict):
         if set(value) == {"answer"}:
@@ -65,6 +68,26 @@ def read_structured(text: str, *, cut_off: bool) -> Written:
     )
 
 
+def read_words(text: str) -> Written:
+    """A reply that was to be an answer in words. One in the form of earlier steps is understood all
+    the same, also with quotation marks that are not escaped."""
+    said = text.strip()
+    if not said:
+        raise ReplyError("The reply is empty. Give the answer.")
+    head = _ANSWER_HEAD.match(said)
+    if head is None and _CALL_HEAD.match(said) is None:
+        return Written(answer=said)
+    try:
+        return read_structured(said, cut_off=False)
+    except ReplyError:
+        if head is None:
+            raise ReplyError("No tool may be called any more. Give the answer.") from None
+    rest = said[head.end() :].removesuffix("}").rstrip().removesuffix('"')
+    return Written(answer=rest.replace('\\"', '"').replace("\\n", "\n"))
+
+
+_ANSWER_HEAD = re.compile(r'\{\s{0,9}"answer"\s{0,9}:\s{0,9}"')
+_CALL_HEAD = re.compile(r'\{\s{0,9}"(?:tool|calls)"\s{0,9}:')
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _MISTRAL_CALL = re.compile(
     r"\s*([A-Za-z0-9_.-]{1,256})\s*(?:\[CALL_ID\]\s*(\w{1,64})\s*)?(?:\[ARGS\])?\s*"

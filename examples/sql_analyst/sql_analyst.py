@@ -2,7 +2,7 @@
 [question]``, after make_database.py.
 
 The tool ``sales`` of sluice.toml can only read: the database is opened read-only, and one SELECT
-is all that it takes. The typed answer follows a JSON schema.
+is all that it takes. The answer is typed: JSON that follows a schema.
 """
 
 import json
@@ -55,7 +55,7 @@ with grpc.insecure_channel(address) as channel:
                 ended = event.tool_call_ended
                 print(f"-> {ended.result_json or ended.status.message}")
             elif event.HasField("ended"):
-                ended_with = event.ended
-                print(ended_with.answer or ended_with.status.message)
+                answer = event.ended.answer
+                print(json.loads(answer)["answer"] if answer else event.ended.status.message)
     except grpc.RpcError as error:
         sys.exit(f"{error.code().name}: {error.details()}")

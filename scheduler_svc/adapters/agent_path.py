@@ -30,6 +30,7 @@ from sluice.errors import FieldViolation, SluiceError
 from sluice.scheduler.v1 import generate_pb2, runs_pb2
 from sluice.telemetry import Labels, Telemetry
 
+_UNKNOWN: Final = result_pb2.FINISH_REASON_UNSPECIFIED
 _MODES: Final = {
     runs_pb2.AGENT_MODE_UNSPECIFIED: AgentMode.REQUIRED,
     runs_pb2.AGENT_MODE_REQUIRED: AgentMode.REQUIRED,
@@ -154,15 +155,23 @@ class DirectEvents:
             text = runs_pb2.PartialText(step=1, text=message.delta.text)
             yield self._event(partial_text=text)
         elif kind == "finished":
-            yield self._step(message.finished.usage, message.finished.request_id)
+            finished = message.finished
+            reason = finished.outputs[0].finish_reason if finished.outputs else _UNKNOWN
+            yield self._step(finished.usage, finished.request_id, reason)
             ended = runs_pb2.RunEnded(
-                state=runs_pb2.RUN_STATE_SUCCEEDED, answer="".join(self._text)
+                state=runs_pb2.RUN_STATE_SUCCEEDED,
+                answer="".join(self._text),
+                truncated=reason == result_pb2.FINISH_REASON_LENGTH,
             )
             yield self._event(ended=ended)
 
-    def _step(self, usage: result_pb2.Usage, request_id: str) -> runs_pb2.RunAgentResponse:
+    def _step(
+        self, usage: result_pb2.Usage, request_id: str, reason: result_pb2.FinishReason.ValueType
+    ) -> runs_pb2.RunAgentResponse:
         answer = input_pb2.ChatMessage(role="assistant", content="".join(self._text))
-        step = runs_pb2.ModelStep(step=1, message=answer, usage=usage, request_id=request_id)
+        step = runs_pb2.ModelStep(
+            step=1, message=answer, usage=usage, request_id=request_id, finish_reason=reason
+        )
         return self._event(model_step=step)
 
     def _event(

@@ -153,7 +153,9 @@ class RunStore:
         spec.budget.CopyFrom(budget)
         spec.traceparent = current_traceparent()
         queued = runs_pb2.RunEvent(
-            sequence=1, run_id=new.run_id, queued=runs_pb2.RunQueued(gate_reason=new.gate_reason)
+            sequence=1,
+            run_id=new.run_id,
+            queued=runs_pb2.RunQueued(gate_reason=new.gate_reason, budget=budget),
         )
         queued.time.FromNanoseconds(int(self._clock() * 1e9))
         summary = runs_pb2.Run(model=new.models[0], budget=budget, kind=_kind(spec))

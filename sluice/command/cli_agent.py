@@ -19,14 +19,15 @@ from rich.table import Table
 from rich.text import Text
 
 from sluice.command.cli_calls import (
+    INT32_MAX,
     ClassOption,
-    MaxTokensOption,
     ModelOption,
     SystemOption,
     TemperatureOption,
     class_number,
 )
 from sluice.command.cli_support import (
+    EXIT_BUSY,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_WAITING,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sluice.command.client import MeshClient
+    from sluice.command.run_story import Tokens
     from sluice.scheduler.v1 import runs_pb2
 
 CHOICES: Final = ("auto", "required", "each")
@@ -93,7 +95,14 @@ def run(
     ] = "auto",
     model: ModelOption = "",
     system: SystemOption = "",
-    max_tokens: MaxTokensOption = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Most output tokens of one model call. Default: agent.output_tokens_max.",
+            min=1,
+            max=INT32_MAX,
+        ),
+    ] = None,
     temperature: TemperatureOption = None,
     answer_schema: Annotated[
         Path | None, typer.Option(help="File with a JSON schema that the answer must follow.")
@@ -118,7 +127,8 @@ def run(
     endpoint: EndpointOption = "",
     key_file: KeyFileOption = None,
 ) -> None:
-    """Start a run and watch it to its end. It goes on when this command is interrupted."""
+    """Start a run and watch it to its end. It goes on when this command is interrupted. A limit
+    beyond the mesh's own is lowered to that, and said."""
     from sluice.command import run_watch
     from sluice.scheduler.v1 import runs_pb2
 
@@ -147,7 +157,7 @@ def run(
     _set_budget(request, budget_steps, budget_tokens, budget_calls, budget_time, budget_cost)
     with open_client(config, endpoint, key_file) as client:
         events = run_watch.start(client, request, timeout)
-        raise typer.Exit(_show(client, events, as_json, background))
+        raise typer.Exit(_show(client, events, as_json, background, request.budget))
 
 
 @agent_app.command()
@@ -476,24 +486,34 @@ def _say(run: runs_pb2.Run) -> None:
 
 
 def _show(
-    client: MeshClient, events: Iterator[runs_pb2.RunEvent], as_json: bool, once: bool = False
+    client: MeshClient,
+    events: Iterator[runs_pb2.RunEvent],
+    as_json: bool,
+    once: bool = False,
+    asked: runs_pb2.RunBudget | None = None,
 ) -> int:
-    """Prints events to their end; the exit status that the run's state asks for."""
+    """Prints events to their end; the exit status that the run's state asks for. ``asked``: the
+    limits that were asked for."""
+    from sluice.command.run_story import Tokens, lowered
     from sluice.command.run_watch import waits_now
 
     teller = Teller(errors(), live=sys.stderr.isatty() and not as_json)
-    run_id = ""
+    run_id, tokens = "", Tokens()
     try:
         for event in events:
             run_id = event.run_id or run_id
+            tokens.add(event)
             if as_json:
                 document = as_document(event)
                 typer.echo(json.dumps(document, ensure_ascii=False))
             elif not event.HasField("ended"):  # said by _end
                 teller.tell(event)
+            if asked is not None and event.HasField("queued"):
+                for line in lowered(asked, event.queued.budget):
+                    errors().print(Text(line), soft_wrap=True)
             if event.HasField("ended"):
                 teller.close()
-                return _end(event.ended, as_json)
+                return _end(event.ended, as_json, tokens)
             if waits_now(client, event):
                 _how_to_decide(run_id, event.waiting.step)
                 return EXIT_WAITING
@@ -541,18 +561,23 @@ class Teller:
         self._open = False
 
 
-def _end(ended: runs_pb2.RunEnded, as_json: bool) -> int:
+def _end(ended: runs_pb2.RunEnded, as_json: bool, tokens: Tokens) -> int:
     from sluice.scheduler.v1 import runs_pb2
     from sluice.status import from_status
 
     if ended.answer and not as_json:
         typer.echo(_safe(ended.answer) if sys.stdout.isatty() else ended.answer)
     if ended.state == runs_pb2.RUN_STATE_SUCCEEDED:
+        if ended.truncated:
+            errors().print(Text(tokens.note, style="dim"), soft_wrap=True)
         return 0
     if ended.state == runs_pb2.RUN_STATE_CANCELLED:
         fail_line("the run was cancelled")
         return EXIT_FAILED
-    return status_of(from_status(ended.status))
+    error = from_status(ended.status)
+    status = status_of(error)
+    # Asked again it would end alike: its own limits ended it, not a mesh that is busy.
+    return EXIT_FAILED if error.reason.startswith("BUDGET_") and status == EXIT_BUSY else status
 
 
 def _how_to_decide(run_id: str, step: int) -> None:

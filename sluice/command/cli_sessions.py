@@ -175,6 +175,7 @@ class SessionChat:
 
     def _turn(self, text: str) -> None:
         from sluice.command import run_watch
+        from sluice.command.run_story import Tokens
         from sluice.scheduler.v1 import runs_pb2
         from sluice.status import from_status
 
@@ -185,8 +186,9 @@ class SessionChat:
             sampling=self._sampling,
             request_id=str(uuid.uuid4()),
         )
-        shown = ""
+        shown, tokens = "", Tokens()
         for event in run_watch.start(self._client, request, self._timeout_s):
+            tokens.add(event)
             if event.HasField("partial_text"):
                 part = event.partial_text
                 whole = part.text if part.replaces else shown + part.text
@@ -202,6 +204,8 @@ class SessionChat:
                     raise from_status(event.ended.status)
                 rest = event.ended.answer.removeprefix(shown)
                 _write((rest if event.ended.answer.startswith(shown) else "") + "\n")
+                if event.ended.truncated:
+                    errors().print(Text(tokens.note, style="dim"), soft_wrap=True)
 
 
 def chat_in_session(chat: SessionChat, session: str, turns: Iterator[str]) -> int:

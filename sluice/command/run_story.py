@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Literal
 
 from google.rpc import status_pb2
 
 from sluice.command.failures import one_line
-from sluice.common.v1 import input_pb2
+from sluice.common.v1 import input_pb2, result_pb2
 from sluice.errors import Code
 from sluice.scheduler.v1 import runs_pb2
 from sluice.status import from_status
@@ -22,6 +22,8 @@ _DECISIONS: Final = {
     runs_pb2.RESUME_DECISION_SUPPLY_RESULT: "result supplied",
     runs_pb2.RESUME_DECISION_CANCEL: "cancelled",
 }
+
+_Limit = Literal["steps_max", "tokens_max", "tool_calls_max", "wall_time_max", "cost_max"]
 
 
 def lines(event: runs_pb2.RunEvent) -> Iterator[str]:
@@ -56,6 +58,57 @@ def lines(event: runs_pb2.RunEvent) -> Iterator[str]:
             yield from _ended(event.ended)
 
 
+class Tokens:
+    """What a run's events say of its tokens."""
+
+    def __init__(self) -> None:
+        self._last = 0  # written by the last model call
+        self._used = 0
+        self._most = 0  # 0: not known
+
+    def add(self, event: runs_pb2.RunEvent) -> None:
+        """Takes the next event."""
+        if event.HasField("queued"):
+            self._most = event.queued.budget.tokens_max
+        elif event.HasField("model_step"):
+            usage = event.model_step.usage
+            self._last = usage.completion_tokens
+            self._used += usage.prompt_tokens + usage.completion_tokens
+
+    @property
+    def note(self) -> str:
+        """For an answer that was cut off: where, and what permits more."""
+        over = self._most and self._most - self._used < self._last
+        option = "--budget-tokens" if over else "--max-tokens"
+        return f"[stopped after {self._last} tokens; {option} permits more]"
+
+
+def lowered(asked: runs_pb2.RunBudget, granted: runs_pb2.RunBudget) -> Iterator[str]:
+    """A line for each limit that is less than what was asked for. ``granted`` empty: none is
+    known."""
+    for name, option in _LIMITS.items():
+        if not (asked.HasField(name) and granted.HasField(name)):
+            continue
+        wanted, given = _amount(asked, name), _amount(granted, name)
+        if given < wanted:
+            yield f"{option}: lowered from {wanted:.15g} to {given:.15g}, the mesh's limit"
+
+
+_LIMITS: Final[dict[_Limit, str]] = {
+    "steps_max": "--budget-steps",
+    "tokens_max": "--budget-tokens",
+    "tool_calls_max": "--budget-calls",
+    "wall_time_max": "--budget-time (s)",
+    "cost_max": "--budget-cost",
+}
+
+
+def _amount(budget: runs_pb2.RunBudget, name: _Limit) -> float:
+    if name == "wall_time_max":
+        return budget.wall_time_max.seconds + budget.wall_time_max.nanos / 1e9
+    return float(getattr(budget, name))
+
+
 def state_name(state: int) -> str:
     """The word of a RunState."""
     return runs_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()  # type: ignore[arg-type]
@@ -82,7 +135,8 @@ def failure(status: status_pb2.Status) -> str:
 
 def _model_step(step: runs_pb2.ModelStep) -> Iterator[str]:
     tokens = f"{step.usage.prompt_tokens} + {step.usage.completion_tokens} tokens"
-    yield f"step {step.step}: model call, {tokens}"
+    cut = ", cut off" if step.finish_reason == result_pb2.FINISH_REASON_LENGTH else ""
+    yield f"step {step.step}: model call, {tokens}{cut}"
     if step.problem:
         yield f"step {step.step}: told the model: {short(step.problem)}"
 

@@ -87,7 +87,8 @@ class TestVllmItself:
         and may differ with the processor's rounding."""
 
         async def ask_engine(asked: Ask) -> tuple[str, str]:
-            constraint = Constraint(ConstraintKind.JSON_SCHEMA, asked.json_schema)
+            schema = asked.json_schema
+            constraint = Constraint(ConstraintKind.JSON_SCHEMA, schema) if schema else None
             done = await generate(
                 harness,
                 chat(*((message.role, message.content) for message in asked.messages)),

@@ -152,6 +152,17 @@ async def test_a_call_carries_the_runs_credential_and_what_is_asked() -> None:
     assert played.traceparents == [traced]
 
 
+async def test_after_a_reply_that_ran_on_the_call_is_sampled_otherwise() -> None:
+    async with schedulers(Played([["ok"], ["ok"]])) as (models, (played,)):
+        for otherwise in (False, True):
+            prompt = Prompt([Message("user", "Hi")], otherwise=otherwise)
+            await generate(models.of_run(LEASE, spec(), "r"), prompt)
+    before, after = (asked.request.sampling for asked in played.steps)
+    assert not before.HasField("frequency_penalty")
+    assert after.frequency_penalty > 0
+    assert after.temperature == 0.25, "the run's own"
+
+
 async def test_the_next_scheduler_is_asked_when_the_first_is_unavailable() -> None:
     draining = unavailable("DRAINING", "x", 1.0)
     async with schedulers(Played(), Played()) as (models, (first, second)):

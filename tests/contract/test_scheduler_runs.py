@@ -98,6 +98,8 @@ async def test_a_run_is_stored_with_all_that_an_agent_needs(rig: Rig, tmp_path: 
     (queued,) = await rig.events("RunAgent", request)
     run = rig.runs.only()
     assert (queued.sequence, queued.queued.gate_reason) == (1, "ALLOWED")
+    assert queued.queued.budget == spec_pb2.RunSpec.FromString(run.stored.spec).budget
+    assert queued.queued.budget.HasField("steps_max")
     assert queued.run_id == run.stored.run_id == run.create.run_id
     assert rig.link.nudged == [("a", queued.run_id)]
     spec = spec_pb2.RunSpec.FromString(run.stored.spec)

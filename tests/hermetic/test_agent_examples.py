@@ -63,7 +63,7 @@ def test_an_analyst_queries_the_sample_database(shared_agent_mesh: Mesh) -> None
     assert done.returncode == 0, done.stderr
     assert 'sales {"sql": "SELECT product, SUM(amount)' in done.stdout
     assert "desk" in done.stdout and "620" in done.stdout
-    assert done.stdout.splitlines()[-1] == '{"answer": "Mostly desks."}'
+    assert done.stdout.splitlines()[-1] == "Mostly desks."
 
 
 def test_the_sample_database_is_made_again_and_again(tmp_path: Path) -> None:

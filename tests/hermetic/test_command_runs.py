@@ -103,11 +103,26 @@ def test_a_run_that_waits_can_be_cancelled(running: Mesh) -> None:
     assert after.stderr.count("cancelled") == 1
 
 
-def test_a_budget_that_is_used_up_ends_the_run_with_its_reason(running: Mesh) -> None:
+def test_a_budget_that_is_used_up_is_no_busy_mesh_and_what_was_lowered_is_said(
+    running: Mesh,
+) -> None:
     task = ("agent", "run", "Too much", "--tool", "calculator")
-    done = sluice(running, *task, "--budget-steps", "3", "--budget-time", "1m")
-    assert done.returncode not in (0, 7)
-    assert done.stderr.count("BUDGET_STEPS") == 1, done.stderr
+    done = sluice(running, *task, "--budget-steps", "3", "--budget-calls", "1000000")
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("BUDGET_STEPS") == 1
+    assert "--budget-calls: lowered from 1000000 to 100, the mesh's limit" in done.stderr
+    assert "--budget-steps: lowered" not in done.stderr
+
+
+def test_an_answer_that_was_cut_off_is_said_to_be(running: Mesh) -> None:
+    done = sluice(running, "agent", "run", "Good morning", "--max-tokens", "2")
+    assert done.returncode == 0, done.stderr
+    assert "[stopped after 2 tokens; --max-tokens permits more]" in done.stderr
+    assert "tokens, cut off" in done.stderr
+    chat = sluice(running, "chat", "--session", "--max-tokens", "2", text="Good morning\n")
+    assert "[stopped after 2 tokens; --max-tokens permits more]" in chat.stderr
+    whole = sluice(running, "agent", "run", "Good morning")
+    assert "stopped" not in whole.stderr
 
 
 @pytest.mark.parametrize(

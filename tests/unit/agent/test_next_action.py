@@ -13,6 +13,8 @@ from agent_svc.domain.model import (
     Decision,
     End,
     Ended,
+    Message,
+    ModelStep,
     Paused,
     Resumed,
     Waiting,
@@ -173,6 +175,27 @@ def test_calls_that_do_not_fit_the_budget_together_are_not_made_at_all() -> None
     assert reason(after(book, task=task(budget=tight))) == "BUDGET_STEPS"
     enough = replace(WIDE, tool_calls_max=4, steps_max=6)
     assert isinstance(after(book, task=task(budget=enough)), CallTools)
+
+
+def test_no_call_begins_once_tokens_or_cost_are_used_up() -> None:
+    one = call("find")
+    for budget, expected in (
+        (replace(WIDE, tokens_max=30), "BUDGET_TOKENS"),
+        (replace(WIDE, cost_max=0.5), "BUDGET_COST"),
+    ):
+        tight = task(budget=budget)
+        assert reason(after(Book().wrote(one), task=tight)) == expected
+        # One that has begun is made again all the same: it may have had half its effect.
+        assert isinstance(after(Book().wrote(one).began(one), task=tight), CallTools)
+    enough = task(budget=replace(WIDE, tokens_max=31))
+    assert isinstance(after(Book().wrote(one), task=enough), CallTools)
+
+
+def test_the_end_says_whether_the_answer_was_cut_off() -> None:
+    for cut_off in (False, True):
+        step = ModelStep(1, Message("assistant", "4"), 20, 10, 0.5, "r", cut_off=cut_off)
+        end = ended(after(Book().add(step)))
+        assert (end.end, end.truncated) == (End.SUCCEEDED, cut_off)
 
 
 def test_a_price_of_nothing_never_uses_a_cost_budget_up() -> None:

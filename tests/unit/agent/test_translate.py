@@ -42,7 +42,17 @@ failures = st.builds(Failure, st.sampled_from([c for c in Code if c]), st.just("
 kinds = st.one_of(
     st.builds(Queued, text),
     st.builds(
-        ModelStep, small, messages, small, small, st.floats(0, 1e6), text, small, text, small
+        ModelStep,
+        small,
+        messages,
+        small,
+        small,
+        st.floats(0, 1e6),
+        text,
+        small,
+        text,
+        small,
+        st.booleans(),
     ),
     st.builds(CallStarted, small, tool_calls, text),
     st.builds(
@@ -52,7 +62,14 @@ kinds = st.one_of(
     st.builds(Resumed, small, st.sampled_from(Decision), text),
     st.builds(Paused, times, text),
     st.builds(Progress, text, small, small),
-    st.builds(Ended, st.sampled_from(End), text, st.none() | failures, st.booleans()),
+    st.builds(
+        Ended,
+        st.sampled_from(End),
+        text,
+        st.none() | failures,
+        st.booleans(),
+        st.booleans(),
+    ),
 )
 
 

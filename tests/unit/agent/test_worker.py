@@ -739,6 +739,71 @@ async def test_an_endless_loop_of_calls_ends_at_the_budget(world: World) -> None
     assert world.script.effects.total() == 7
 
 
+@virtual
+async def test_a_call_may_write_what_the_budget_leaves_beside_its_prompt(world: World) -> None:
+    run = world.run(tools=(), budget=replace(WIDE, tokens_max=50))
+    world.script.replies = ["Done."]
+    world.agent()
+    await world.until_ended(run)
+    # 22 bytes with what a template adds: 8 tokens at most.
+    assert world.script.most_tokens == [42]
+    assert not end(run).truncated
+
+
+@virtual
+async def test_a_run_ends_before_a_call_that_its_budget_does_not_hold(world: World) -> None:
+    run = world.run(budget=replace(WIDE, tokens_max=100))
+    world.agent()
+    await world.until_ended(run)
+    assert end_reason(run) == "BUDGET_TOKENS"
+    assert world.script.prompts == []
+    failure = end(run).failure
+    assert failure is not None
+    assert "too small for the next model call" in failure.message
+
+
+@virtual
+async def test_no_tool_is_called_once_the_tokens_are_used_up(world: World) -> None:
+    world.script.replies = [*TWO_STEPS]
+    world.script.prompt_tokens = 100_000
+    run = world.run()
+    world.agent()
+    await world.until_ended(run)
+    assert end_reason(run) == "BUDGET_TOKENS"
+    assert world.script.effects == {}
+    assert "CallStarted" not in names(run)
+
+
+@virtual
+async def test_an_answer_that_was_cut_off_says_so(world: World) -> None:
+    world.script.replies = ["It is ol"]
+    world.script.cut_calls = 1
+    run = world.run(tools=())
+    world.agent()
+    await world.until_ended(run)
+    step = run.kinds[1]
+    assert isinstance(step, ModelStep)
+    assert step.cut_off
+    assert (end(run).answer, end(run).truncated) == ("It is ol", True)
+
+
+@virtual
+async def test_after_a_reply_that_ran_on_the_model_is_asked_for_less_and_otherwise(
+    world: World,
+) -> None:
+    ran_on = '{"tool": "find", "arguments": {"n": 1' + "0" * 400
+    world.script.replies = [ran_on, ran_on, calls(("find", {"n": 1})), answer("done")]
+    world.script.cut_calls = 2
+    run = world.run()
+    world.agent()
+    await world.until_ended(run)
+    assert end(run).answer == "done"
+    assert world.script.most_tokens == [512, 256, 128, 512]
+    assert [prompt.otherwise for prompt in world.script.prompts] == [False, True, True, False]
+    assert "0" * 40 not in world.script.prompts[1].messages[-2].content
+    assert not end(run).truncated
+
+
 # --- Ingest -------------------------------------------------------------------------------------
 
 INGEST = IngestSpec("notes", "d", 1, "embedder")

@@ -356,6 +356,9 @@ class Script:
     by_run: dict[str, list[str | SluiceError]] = field(default_factory=dict)  # other replies
     late: list[str] = field(default_factory=list)  # calls made after their end was stored
     approved: dict[str, bool] = field(default_factory=dict)  # by tool: said of its last call
+    most_tokens: list[int] = field(default_factory=list)  # that each model call might write
+    cut_calls: int = 0  # the first so many model calls end at the limit of tokens
+    prompt_tokens: int = 20  # of each model call
 
 
 def calls(*wanted: tuple[str, dict[str, Any]]) -> str:
@@ -397,6 +400,7 @@ class ScriptedModel:
     ) -> AsyncGenerator[str | Written, None]:
         script = self._script
         script.prompts.append(prompt)
+        script.most_tokens.append(max_tokens)
         script.traceparents.append(calling.traceparent.get())
         script.model_calls[request_id] += 1
         replies = script.by_run.get(request_id.rpartition(".")[0], script.replies)
@@ -407,7 +411,9 @@ class ScriptedModel:
         for at in range(0, len(reply), 20):
             await asyncio.sleep(script.model_s / max(1, len(reply) / 20))
             yield reply[at : at + 20]
-        yield Written("stop", 20, 10, 0, 0.25, request_id)
+        cut = len(script.prompts) <= script.cut_calls
+        finish = "length" if cut else "stop"
+        yield Written(finish, script.prompt_tokens, 10, 0, 0.25, request_id)
 
     async def embed(
         self, texts: Sequence[str], *, request_id: str, deadline_s: float

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from google.rpc import status_pb2
 
-from sluice.command.run_story import lines, short, state_name
+from sluice.command.run_story import Tokens, lines, lowered, short, state_name
 from sluice.common.v1 import input_pb2, result_pb2
 from sluice.scheduler.v1 import runs_pb2
 
@@ -114,3 +114,29 @@ def test_long_texts_are_cut_and_on_one_line() -> None:
 
 def test_every_state_has_its_word() -> None:
     assert state_name(runs_pb2.RUN_STATE_WAITING) == "waiting"
+
+
+def test_a_cut_answer_says_which_limit_permits_more() -> None:
+    usage = result_pb2.Usage(prompt_tokens=50, completion_tokens=30)
+    step = runs_pb2.ModelStep(step=1, usage=usage, finish_reason=result_pb2.FINISH_REASON_LENGTH)
+    assert told(model_step=step) == ["step 1: model call, 50 + 30 tokens, cut off"]
+    for most, option in ((0, "--max-tokens"), (500, "--max-tokens"), (90, "--budget-tokens")):
+        tokens = Tokens()
+        queued = runs_pb2.RunQueued(budget=runs_pb2.RunBudget(tokens_max=most))
+        tokens.add(runs_pb2.RunEvent(queued=queued))
+        tokens.add(runs_pb2.RunEvent(model_step=step))
+        assert tokens.note == f"[stopped after 30 tokens; {option} permits more]"
+
+
+def test_limits_that_were_lowered_are_said_and_no_others() -> None:
+    asked = runs_pb2.RunBudget(steps_max=100, tokens_max=100, cost_max=2.5)
+    asked.wall_time_max.seconds = 7200
+    granted = runs_pb2.RunBudget(steps_max=50, tokens_max=100, tool_calls_max=100, cost_max=1.0)
+    granted.wall_time_max.seconds = 3600
+    assert list(lowered(asked, granted)) == [
+        "--budget-steps: lowered from 100 to 50, the mesh's limit",
+        "--budget-time (s): lowered from 7200 to 3600, the mesh's limit",
+        "--budget-cost: lowered from 2.5 to 1, the mesh's limit",
+    ]
+    assert list(lowered(asked, runs_pb2.RunBudget())) == []
+    assert list(lowered(runs_pb2.RunBudget(), granted)) == []

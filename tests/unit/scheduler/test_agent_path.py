@@ -9,6 +9,7 @@ import pytest
 from scheduler_svc.adapters import agent_path
 from scheduler_svc.adapters.agent_path import DirectEvents, mode_of
 from scheduler_svc.domain.agent_gate import AgentMode, GateReason
+from sluice.common.v1 import result_pb2
 from sluice.errors import invalid
 from sluice.scheduler.v1 import generate_pb2, runs_pb2
 
@@ -51,16 +52,21 @@ def test_only_the_field_that_has_another_name_is_renamed() -> None:
 
 def test_live_events_repeat_the_last_durable_number() -> None:
     events = DirectEvents(GateReason.SATURATED)
-    response = generate_pb2.GenerateResponse
+    response, cut = generate_pb2.GenerateResponse, result_pb2.FINISH_REASON_LENGTH
     stream = [
         response(started=generate_pb2.GenerateStarted()),
         response(delta=generate_pb2.GenerateDelta(text="a")),
         response(delta=generate_pb2.GenerateDelta(text="of another output", index=1)),
         response(delta=generate_pb2.GenerateDelta(text="b")),
-        response(finished=generate_pb2.GenerateFinished(request_id="r")),
+        response(
+            finished=generate_pb2.GenerateFinished(
+                request_id="r", outputs=[generate_pb2.OutputFinish(finish_reason=cut)]
+            )
+        ),
     ]
     seen = [event.event for message in stream for event in events.of(message)]
     assert [event.sequence for event in seen] == [1, 1, 1, 2, 3]
     assert seen[0].queued.gate_reason == "SATURATED"
     assert seen[-1].ended.answer == "ab"
     assert not seen[-1].ended.agent_not_needed
+    assert (seen[-2].model_step.finish_reason, seen[-1].ended.truncated) == (cut, True)
