@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from state_svc.adapters.run_watch import Entry, RunWatch
+from state_svc.adapters.run_watch import Entry, RunWatch, WatchParts, watch_room
+from state_svc.adapters.watch_reads import WatchReads
 from state_svc.domain.claim_order import ClaimRoom
 from state_svc.domain.run_values import (
     DEDUP_MS,
@@ -62,7 +63,8 @@ async def test_ended_runs_give_their_events_up_for_others(stores: Stores) -> Non
     assert oldest.last_sequence == 3
     page = await stores.runs.read("a", made[0].run_id, 1)
     assert (page.first, page.events, page.more, page.ended) == (3, (b"end",), False, True)
-    watch = RunWatch(stores.runs, stores.texts, "a", made[0].run_id, 1)
+    parts = WatchParts(WatchReads(stores.runs), stores.texts, watch_room(1 << 20))
+    watch = RunWatch(parts, "a", made[0].run_id, 1)
     assert [seen async for seen in watch.follow(stores.feed)] == [Entry(3, b"end")]
     assert len((await stores.runs.read("a", made[-1].run_id, 1)).events) == 3
     # Its request makes no second run.
