@@ -39,15 +39,15 @@ async def link() -> AsyncIterator[ValkeyLink]:
 
 
 async def fill(link: ValkeyLink) -> None:
-    """Uses up what is left."""
-    for size in (1 << 20, 1 << 14, 1 << 8):
-        for _ in range(1_000):
-            try:
-                await link.run(
-                    lambda client, size=size: client.set(f"x:{uuid.uuid4()}", bytes(size))  # type: ignore[misc]
-                )
-            except StoreFullError:
-                break
+    """Uses all memory up. The limit then goes below what is used: buffers of the server's own come
+    and go, and would leave room for a small write now and then."""
+    for _ in range(1_000):
+        try:
+            await link.run(lambda client: client.set(f"x:{uuid.uuid4()}", bytes(1 << 20)))
+        except StoreFullError:
+            break
+    used = (await link.run(lambda client: client.info("memory")))["used_memory"]
+    await link.run(lambda client: client.config_set("maxmemory", used - (1 << 19)))
 
 
 async def test_what_needs_no_memory_goes_on_and_the_rest_is_refused_by_name(

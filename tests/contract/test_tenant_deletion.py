@@ -21,7 +21,7 @@ import pytest
 
 from sluice.errors import Code, SluiceError
 from sluice.quota.exchange import Exchange, Limits, Need, QuotaUse
-from state_svc.adapters import tenant_purge
+from state_svc.adapters import tenant_purge, valkey_text
 from state_svc.adapters.memory_stores import MemoryDecisions, MemoryRegistry, MemoryUsage
 from state_svc.adapters.memory_tenant_data import MemoryTenantData
 from state_svc.adapters.store_errors import store_errors
@@ -328,8 +328,9 @@ async def keys_of(link: ValkeyLink, tenant: str) -> set[bytes]:
 
 
 async def test_no_key_of_a_deleted_tenant_is_left_and_none_comes_back(
-    links: list[ValkeyLink],
+    links: list[ValkeyLink], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(valkey_text, "STORE_S", 0.0)  # every live text is written
     stores = on_valkey(links)
     every = Everything(stores)
     for tenant in ("a", "ab"):
