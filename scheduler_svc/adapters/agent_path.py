@@ -75,9 +75,11 @@ class AgentPath:
         """Most open runs of a tenant."""
         return self._gate.runs_max(tenant.concurrent_runs)
 
-    def budget(self, budget: runs_pb2.RunBudget) -> RunLimits:
-        """The limits of a run, of which some may have been asked for."""
-        return granted(run_request.asked(budget), self._most)
+    def budget(self, budget: runs_pb2.RunBudget, tenant: Tenant | None) -> RunLimits:
+        """The limits of a run, of which some may have been asked for: each at most its tenant's,
+        and that at most the deployment's. ``tenant`` None: a turn of a session, no agent's run."""
+        most = self._most if tenant is None else granted(tenant.run_limits, self._most)
+        return granted(run_request.some_limits(budget), most)
 
     def count(self, verdict: Verdict) -> None:
         """Counts what was said in the end."""

@@ -6,7 +6,6 @@ only a model or a tool knows is found out when the run works. Stateless.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Final
 
@@ -15,10 +14,11 @@ from google.protobuf import duration_pb2
 from scheduler_svc.adapters import translate
 from scheduler_svc.adapters.requests import check_uuid
 from scheduler_svc.adapters.tenant import Tenant
-from scheduler_svc.domain.run_budget import Asked, RunLimits
+from scheduler_svc.domain.run_budget import RunLimits, SomeLimits
 from sluice import json_schemas
 from sluice.errors import invalid, permission_denied
 from sluice.input_rules import check_message
+from sluice.run_budgets import check_run_budget, wall_time_s
 from sluice.scheduler.v1 import runs_pb2
 from sluice.tool_rules import JOINT
 
@@ -27,7 +27,6 @@ REQUEST_BYTES_MAX: Final = 1 << 20
 
 TOOLS_MAX: Final = 128
 TOOL_CHARS_SHOWN: Final = 64  # of a name that a client made up
-WALL_TIME_MAX_S: Final = 30 * 86_400.0
 _MODES: Final = frozenset(runs_pb2.AgentMode.values())
 _CHOICES: Final = frozenset(runs_pb2.ToolChoice.values())
 NEED_TOOLS: Final = (runs_pb2.TOOL_CHOICE_REQUIRED, runs_pb2.TOOL_CHOICE_EACH)
@@ -49,7 +48,7 @@ def check(request: runs_pb2.RunAgentRequest, tenant: Tenant) -> None:
     if request.tool_choice in NEED_TOOLS and not request.tools:
         raise invalid("tool_choice", "needs tools")
     _check_writing(request)
-    asked(request.budget)
+    check_run_budget(request.budget, "budget")
     if request.session_id:
         check_uuid(request.session_id, "session_id")
         check_sessions(tenant)
@@ -127,26 +126,13 @@ def is_turn(request: runs_pb2.RunAgentRequest) -> bool:
     return bool(request.session_id) and not request.tools
 
 
-def asked(budget: runs_pb2.RunBudget) -> Asked:
-    """The limits that a client set. Raises INVALID_ARGUMENT for one out of its range."""
-    for name in ("steps_max", "tokens_max"):
-        if budget.HasField(name) and not getattr(budget, name):
-            raise invalid(f"budget.{name}", "must be 1 or more")
-    if budget.HasField("cost_max") and not (budget.cost_max > 0 and math.isfinite(budget.cost_max)):
-        raise invalid("budget.cost_max", "must be more than 0")
-    wall_time_s = None
-    if budget.HasField("wall_time_max"):
-        wall_time_s = budget.wall_time_max.seconds + budget.wall_time_max.nanos / 1e9
-        mixed = not 0 <= budget.wall_time_max.nanos < 10**9  # a sign of its own, or whole seconds
-        if mixed or not 0 < wall_time_s <= WALL_TIME_MAX_S:
-            raise invalid(
-                "budget.wall_time_max", f"must be more than 0, at most {WALL_TIME_MAX_S:g} s"
-            )
-    return Asked(
+def some_limits(budget: runs_pb2.RunBudget) -> SomeLimits:
+    """The limits in a message that was checked."""
+    return SomeLimits(
         steps_max=budget.steps_max if budget.HasField("steps_max") else None,
         tokens_max=budget.tokens_max if budget.HasField("tokens_max") else None,
         tool_calls_max=budget.tool_calls_max if budget.HasField("tool_calls_max") else None,
-        wall_time_s=wall_time_s,
+        wall_time_s=wall_time_s(budget) if budget.HasField("wall_time_max") else None,
         cost_max=budget.cost_max if budget.HasField("cost_max") else None,
     )
 

@@ -159,7 +159,7 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             priority_class=caller.priority_class,
             models=(model, embedding) if embedding else (model,),
             gate_reason=reason.value,
-            budget=self._parts.agents.budget(request.budget),
+            budget=self._parts.agents.budget(request.budget, None if turn else caller.tenant),
             session_id=request.session_id.lower(),
             runs_max=0 if turn else self._parts.agents.runs_max(caller.tenant),
         )

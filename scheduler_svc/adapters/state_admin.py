@@ -180,6 +180,8 @@ def _stored(tenant: admin_pb2.Tenant) -> tenants_pb2.Tenant:
             setattr(message.limits, name, getattr(tenant.quota, name))
     if tenant.quota.HasField("concurrent_runs"):
         message.concurrent_runs = tenant.quota.concurrent_runs
+    if tenant.HasField("run_budget"):
+        message.run_budget.CopyFrom(tenant.run_budget)
     return message
 
 
@@ -201,6 +203,8 @@ def _shown(tenant: tenants_pb2.Tenant) -> admin_pb2.Tenant:
             setattr(message.quota, name, getattr(limits, name))
     if tenant.HasField("concurrent_runs"):
         message.quota.concurrent_runs = tenant.concurrent_runs
+    if tenant.HasField("run_budget"):
+        message.run_budget.CopyFrom(tenant.run_budget)
     return message
 
 

@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 import grpc.aio
 
 from scheduler_svc.adapters.alias_table import AliasTable
+from scheduler_svc.adapters.run_request import some_limits
 from scheduler_svc.adapters.tenant import NEVER, Key, Tenant
 from scheduler_svc.adapters.tenants import Tenants, seed_key_id
 from scheduler_svc.domain.aliases import Alias, Target
@@ -233,6 +234,7 @@ def read_tenant(message: tenants_pb2.Tenant) -> Tenant:
         quota_fail_open=message.quota_fail_open,
         concurrent_runs=_optional(message, "concurrent_runs"),
         tools=frozenset(message.tools),
+        run_limits=some_limits(message.run_budget),
     )
 
 

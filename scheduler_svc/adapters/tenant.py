@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from scheduler_svc.domain.model import PriorityClass
+from scheduler_svc.domain.run_budget import SomeLimits
 from sluice.quota.exchange import Limits
 
 NEVER = float("inf")
@@ -13,7 +14,8 @@ NEVER = float("inf")
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """A tenant's rights and limits. ``concurrent_runs``: open agent runs, those that wait for
-    people not counted; None: the scheduler's ``agent_runs_max``."""
+    people not counted; None: the scheduler's ``agent_runs_max``. ``run_limits``: of each of them,
+    below the scheduler's ``agent_steps_max`` and the like."""
 
     name: str
     ceiling: PriorityClass = PriorityClass.CRITICAL
@@ -25,6 +27,7 @@ class Tenant:
     quota_fail_open: bool = False
     concurrent_runs: int | None = None
     tools: frozenset[str] = frozenset()
+    run_limits: SomeLimits = field(default_factory=SomeLimits)
 
     def may_use(self, model: str) -> bool:
         """Whether the tenant may use a model or alias, by its name."""

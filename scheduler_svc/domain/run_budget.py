@@ -22,8 +22,8 @@ class RunLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a client asked for; ``None``: it does not say."""
+class SomeLimits:
+    """Limits that a client asks for, or that a tenant has; ``None``: nothing is said."""
 
     steps_max: int | None = None
     tokens_max: int | None = None
@@ -32,8 +32,8 @@ class Asked:
     cost_max: float | None = None
 
 
-def granted(asked: Asked, most: RunLimits) -> RunLimits:
-    """The limits in force: the deployment's where nothing is asked, and never more than those."""
+def granted(asked: SomeLimits, most: RunLimits) -> RunLimits:
+    """The limits in force: ``most`` where nothing is asked, and never more than that."""
     return RunLimits(
         steps_max=_least(asked.steps_max, most.steps_max),
         tokens_max=_least(asked.tokens_max, most.tokens_max),

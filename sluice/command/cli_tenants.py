@@ -29,6 +29,17 @@ from sluice.command.cli_support import (
     span_s,
     warn_line,
 )
+from sluice.command.tenant_limits import (
+    LIMITS,
+    NONE,
+    LimitOption,
+    RunBudgetOption,
+    RunsOption,
+    limit_word,
+    run_budget_words,
+    set_limits,
+    set_run_budget,
+)
 from sluice.config import ConfigError
 from sluice.errors import SluiceError
 
@@ -39,12 +50,8 @@ if TYPE_CHECKING:
     from sluice.scheduler.v1 import admin_pb2
 
 CLASSES: Final = ("critical", "interactive", "standard", "batch")
-NONE: Final = "none"
-JOINT: Final = "__"  # between the name of a declaration and that of one of its tools
-# What the fields of a quota can hold.
-COUNT_MAX: Final = (1 << 32) - 1
 NAMES_SHOWN: Final = 10
-TOKENS_MAX: Final = 10**12
+JOINT: Final = "__"  # between the name of a declaration and that of one of its tools
 _NAME: Final = re.compile(r"[a-z0-9-]{1,64}")
 # Of a key that came with the tenants file; its own part is the start of the key's hash.
 _FILE_KEY: Final = "file-"
@@ -86,11 +93,6 @@ RemoveToolOption = Annotated[
     list[str] | None,
     typer.Option(help="A tool that is taken out of the list; repeatable.", show_default=False),
 ]
-LimitOption = Annotated[str, typer.Option(help="A number; `none`: no limit, the default.")]
-RunsOption = Annotated[
-    str,
-    typer.Option(help="Open agent runs; `none`: scheduler.agent_runs_max, the default."),
-]
 AgentsOption = Annotated[
     bool | None, typer.Option("--agents/--no-agents", help="May use agents. Default: no.")
 ]
@@ -118,7 +120,7 @@ def list_tenants(config: ConfigOption = None, endpoint: EndpointOption = "") -> 
     table = Table(box=None, pad_edge=False)
     for column in (
         *("tenant", "class", "ceiling", "models", "requests/min", "tokens/min", "at once"),
-        *("tokens/day", "runs at once", "rights", "tools", "keys"),
+        *("tokens/day", "runs at once", "run budget", "rights", "tools", "keys"),
     ):
         table.add_column(column, overflow="fold", no_wrap=column == "tenant")
     for one in found.tenants:
@@ -127,7 +129,8 @@ def list_tenants(config: ConfigOption = None, endpoint: EndpointOption = "") -> 
             Text(_class_name(one.default_class)),
             Text(_class_name(one.ceiling)),
             Text(", ".join(one.models) or "all"),
-            *(_limit(one.quota, field) for field in _LIMITS),
+            *(limit_word(one.quota, field) for field in LIMITS),
+            Text(run_budget_words(one.run_budget) or "-"),
             Text(", ".join(_rights(one)) or "-"),
             Text(", ".join(one.tools) or "-"),
             str(sum(key.tenant == one.name for key in found.keys)),
@@ -148,6 +151,7 @@ def add(
     agents: AgentsOption = None,
     tool: ToolOption = None,
     concurrent_runs: RunsOption = "",
+    run_budget: RunBudgetOption = None,
     sessions: SessionsOption = None,
     fail_open: FailOpenOption = None,
     config: ConfigOption = None,
@@ -162,9 +166,10 @@ def add(
     tenant = admin_pb2.Tenant(name=name, sessions=True)
     limits = (requests_per_min, tokens_per_min, concurrent, tokens_per_day, concurrent_runs)
     _set(tenant, default_class, ceiling, model)
-    _set_limits(tenant, *limits)
+    set_limits(tenant, *limits)
     _set_rights(tenant, agents, sessions, fail_open)
     _set_names(tenant.tools, tool)
+    set_run_budget(tenant.run_budget, run_budget or ())
     path = _key_path(config, name)
     with open_admin(config, endpoint) as client:
         _create(client, tenant)
@@ -191,6 +196,7 @@ def change(
     add_tool: AddToolOption = None,
     remove_tool: RemoveToolOption = None,
     concurrent_runs: RunsOption = "",
+    run_budget: RunBudgetOption = None,
     sessions: SessionsOption = None,
     fail_open: FailOpenOption = None,
     config: ConfigOption = None,
@@ -201,15 +207,16 @@ def change(
     from sluice.scheduler.v1 import admin_pb2
 
     limits = (requests_per_min, tokens_per_min, concurrent, tokens_per_day, concurrent_runs)
-    others = (model, agents, tool, add_tool, remove_tool, sessions, fail_open)
+    others = (model, agents, tool, add_tool, remove_tool, run_budget, sessions, fail_open)
     if not any((default_class, ceiling, *limits)) and all(one is None for one in others):
         raise typer.BadParameter("no option says what to change; --help lists them")
     with open_admin(config, endpoint) as client:
         tenant = _named(_listed(client), name)
         _set(tenant, default_class, ceiling, model)
-        _set_limits(tenant, *limits)
+        set_limits(tenant, *limits)
         _set_rights(tenant, agents, sessions, fail_open)
         _set_tools(tenant.tools, tool, add_tool or (), remove_tool or ())
+        set_run_budget(tenant.run_budget, run_budget or ())
         request = admin_pb2.PutTenantRequest(tenant=tenant, expected_version=tenant.version)
         client.admin("PutTenant", request)
         _warn_of_unknown(client, config, name, [*(tool or ()), *(add_tool or ())])
@@ -298,15 +305,6 @@ def key_revoke(
     with open_admin(config, endpoint) as client:
         client.admin("RevokeKey", admin_pb2.RevokeKeyRequest(key_id=key_id))
     output().print(f"Key {key_id} is void within a second.")
-
-
-_LIMITS: Final = {
-    "requests_per_min": "--requests-per-min",
-    "tokens_per_min": "--tokens-per-min",
-    "concurrent_requests": "--concurrent",
-    "tokens_per_day": "--tokens-per-day",
-    "concurrent_runs": "--concurrent-runs",
-}
 
 
 def _listed(client: MeshClient) -> admin_pb2.ListTenantsResponse:
@@ -421,19 +419,6 @@ def _configured_tools(config: Path | None) -> set[str] | None:
     return {str(one.get("name", "")) for one in found if isinstance(one, Mapping)}
 
 
-def _set_limits(tenant: admin_pb2.Tenant, *values: str) -> None:
-    for (field, option), value in zip(_LIMITS.items(), values, strict=True):
-        if value == NONE:
-            tenant.quota.ClearField(field)  # type: ignore[arg-type]  # one of _LIMITS
-        elif value:
-            most = TOKENS_MAX if field.startswith("tokens") else COUNT_MAX
-            if not value.isdecimal() or int(value) > most:
-                raise typer.BadParameter(
-                    f"{value!r} must be a number of at most {most}, or {NONE}", param_hint=option
-                )
-            setattr(tenant.quota, field, int(value))
-
-
 def _set_rights(
     tenant: admin_pb2.Tenant, agents: bool | None, sessions: bool | None, fail_open: bool | None
 ) -> None:
@@ -457,10 +442,6 @@ def _rights(tenant: admin_pb2.Tenant) -> list[str]:
 
 def _class_name(number: int) -> str:
     return CLASSES[number - 1] if 1 <= number <= len(CLASSES) else "?"
-
-
-def _limit(quota: admin_pb2.TenantQuota, field: str) -> str:
-    return str(getattr(quota, field)) if quota.HasField(field) else "-"  # type: ignore[arg-type]
 
 
 def _day(key: Any, field: str, unset: str) -> str:

@@ -12,6 +12,7 @@ from sluice.common.v1 import policy_pb2
 from sluice.errors import invalid, not_found
 from sluice.fault_points import fault_point
 from sluice.quota.exchange import AMOUNT_MAX
+from sluice.run_budgets import check_run_budget
 from sluice.state.v1 import tenants_pb2, tenants_pb2_grpc
 from sluice.timestamps import unix_seconds
 from state_svc.adapters import stored
@@ -206,6 +207,7 @@ def _checked(given: tenants_pb2.Tenant, where: str) -> tenants_pb2.Tenant:
             check_model(name, f"{where}.{field}")
     if max(tenant.limits.tokens_per_min, tenant.limits.tokens_per_day) > AMOUNT_MAX:
         raise invalid(f"{where}.limits", f"at most {AMOUNT_MAX} tokens")
+    check_run_budget(tenant.run_budget, f"{where}.run_budget")
     return tenant
 
 

@@ -24,6 +24,7 @@ import pytest
 import pytest_asyncio
 
 from scheduler_svc.domain.agent_gate import FleetLoad
+from scheduler_svc.domain.run_budget import SomeLimits
 from scheduler_svc.domain.slow_watchers import FREE, PACE_S
 from sluice.agent.v1 import tools_pb2
 from sluice.common.v1 import policy_pb2
@@ -124,6 +125,19 @@ async def test_the_deployments_limits_fill_in_and_cap(rig: Rig) -> None:
     assert run.create.wall_time.seconds == 91  # with slack, to be ended without a slot
     shown = (await rig.ask("GetRun", runs_pb2.GetRunRequest(run_id=run.stored.run_id))).run
     assert shown.budget == budget
+
+
+async def test_a_tenants_limits_lie_between_those_asked_for_and_the_deployments(rig: Rig) -> None:
+    """Mutant tenant_run_limits_ignored."""
+    mine = SomeLimits(steps_max=4, tokens_max=10**9, tool_calls_max=0, cost_max=0.5)
+    rig.names.change("a", run_limits=mine)
+    run = await stored(rig, budget=runs_pb2.RunBudget(steps_max=9, cost_max=0.25))
+    budget = spec_pb2.RunSpec.FromString(run.stored.spec).budget
+    assert (budget.steps_max, budget.tokens_max, budget.tool_calls_max) == (4, 1000, 0)
+    assert budget.cost_max == 0.25
+    # A turn of a session is no agent's run.
+    turn = await stored(rig, session_id=fresh())
+    assert spec_pb2.RunSpec.FromString(turn.stored.spec).budget.steps_max > 4
 
 
 async def test_the_same_request_is_the_same_run(rig: Rig) -> None:

@@ -16,6 +16,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from sluice.channels import open_channel
 from sluice.common.v1 import policy_pb2
+from sluice.scheduler.v1 import runs_pb2
 from sluice.server import Health, MeshServer
 from sluice.state.v1 import aliases_pb2, decisions_pb2, quota_pb2, tenants_pb2, usage_pb2
 from sluice.state.v1.aliases_pb2_grpc import (
@@ -93,11 +94,12 @@ async def test_a_tenant_is_created_changed_and_deleted(channel: grpc.aio.Channel
         "VERSION_CONFLICT",
     )
     limits = quota_pb2.QuotaLimits(requests_per_min=0)
-    changed = a_tenant(limits=limits)
+    changed = a_tenant(limits=limits, run_budget=runs_pb2.RunBudget(tool_calls_max=0))
     await stub.PutTenant(put(tenant=changed, expected_version=made.version))
     listed = await stub.ListTenants(tenants_pb2.ListTenantsRequest())
     assert listed.tenants[0].limits.HasField("requests_per_min")
     assert not listed.tenants[0].limits.HasField("tokens_per_min")
+    assert listed.tenants[0].run_budget == runs_pb2.RunBudget(tool_calls_max=0)
     await stub.DeleteTenant(tenants_pb2.DeleteTenantRequest(tenant="a"))
     gone = stub.DeleteTenant(tenants_pb2.DeleteTenantRequest(tenant="a"))
     assert await refusal(gone) == ("NOT_FOUND", "TENANT_UNKNOWN")
@@ -113,6 +115,8 @@ async def test_a_tenant_is_created_changed_and_deleted(channel: grpc.aio.Channel
         {"default_class": policy_pb2.PRIORITY_CLASS_CRITICAL},
         {"models": ["x"] * 257},
         {"limits": quota_pb2.QuotaLimits(tokens_per_day=10**13)},
+        {"run_budget": runs_pb2.RunBudget(steps_max=0)},
+        {"run_budget": runs_pb2.RunBudget(cost_max=float("nan"))},
     ],
     ids=str,
 )

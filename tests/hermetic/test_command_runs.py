@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.hermetic.agent_mesh import environment, sluice
+from tests.hermetic.edge_harness import wait_until
 from tests.hermetic.mesh import Mesh
 
 
@@ -112,6 +113,24 @@ def test_a_budget_that_is_used_up_is_no_busy_mesh_and_what_was_lowered_is_said(
     assert done.stderr.count("BUDGET_STEPS") == 1
     assert "--budget-calls: lowered from 1000000 to 100, the mesh's limit" in done.stderr
     assert "--budget-steps: lowered" not in done.stderr
+
+
+def test_a_tenants_runs_have_its_limits(running: Mesh) -> None:
+    made = sluice(running, "tenants", "set", "dev", "--run-budget", "steps=2")
+    assert made.returncode == 0, made.stderr
+    assert "steps=2" in sluice(running, "tenants", "list").stdout
+    task = ("agent", "run", "Too much", "--tool", "calculator", "--budget-steps", "3")
+
+    def is_lowered() -> bool:  # schedulers follow within a second
+        done = sluice(running, *task)
+        return "--budget-steps: lowered from 3 to 2" in done.stderr
+
+    wait_until(is_lowered, 10.0)
+    wrong = sluice(running, "tenants", "set", "dev", "--run-budget", "steps=many")
+    assert wrong.returncode == 2
+    assert "--run-budget" in wrong.stderr
+    assert sluice(running, "tenants", "set", "dev", "--run-budget", "steps=none").returncode == 0
+    wait_until(lambda: not is_lowered(), 10.0)
 
 
 def test_an_answer_that_was_cut_off_is_said_to_be(running: Mesh) -> None:

@@ -8,11 +8,12 @@ import pytest
 import typer
 
 from sluice.command import cli_support, cli_tenants
-from sluice.command.cli_tenants import CLASSES, NONE
+from sluice.command.cli_tenants import CLASSES
+from sluice.command.tenant_limits import NONE, run_budget_words, set_limits, set_run_budget
 from sluice.common.v1 import policy_pb2
 from sluice.config import ConfigError
 from sluice.errors import Code, SluiceError
-from sluice.scheduler.v1 import admin_pb2
+from sluice.scheduler.v1 import admin_pb2, runs_pb2
 
 
 def test_the_words_of_classes_are_the_protos_own() -> None:
@@ -33,11 +34,11 @@ def test_only_what_is_given_changes() -> None:
     before = admin_pb2.Tenant()
     before.CopyFrom(tenant)
     cli_tenants._set(tenant, "", "", None)
-    cli_tenants._set_limits(tenant, "", "", "", "", "")
+    set_limits(tenant, "", "", "", "", "")
     cli_tenants._set_rights(tenant, None, None, None)
     assert tenant == before
     cli_tenants._set(tenant, "", "", [NONE])
-    cli_tenants._set_limits(tenant, NONE, "12", "", "", "3")
+    set_limits(tenant, NONE, "12", "", "", "3")
     cli_tenants._set_rights(tenant, True, None, True)
     assert list(tenant.models) == []
     assert not tenant.quota.HasField("requests_per_min")
@@ -85,8 +86,39 @@ def test_a_lower_ceiling_takes_the_default_class_with_it_unless_one_is_said() ->
 @pytest.mark.parametrize("value", ["-1", "1.5", "many", str(1 << 32)])
 def test_a_limit_that_is_no_number_names_its_option(value: str) -> None:
     with pytest.raises(typer.BadParameter) as raised:
-        cli_tenants._set_limits(admin_pb2.Tenant(), value, "", "", "", "")
+        set_limits(admin_pb2.Tenant(), value, "", "", "", "")
     assert raised.value.param_hint == "--requests-per-min"
+
+
+def test_limits_of_runs_are_set_one_by_one_and_taken_away() -> None:
+    budget = runs_pb2.RunBudget()
+    set_run_budget(budget, ["steps=20", "tokens=9000", "calls=0", "time=10m", "cost=0.5"])
+    assert (budget.steps_max, budget.tokens_max, budget.tool_calls_max) == (20, 9000, 0)
+    assert (budget.wall_time_max.seconds, budget.cost_max) == (600, 0.5)
+    assert run_budget_words(budget) == "steps=20, tokens=9000, calls=0, time=600s, cost=0.5"
+    set_run_budget(budget, ["steps=none", "time=none", "cost=2"])
+    assert run_budget_words(budget) == "tokens=9000, calls=0, cost=2"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "",
+        "steps",
+        "steps=",
+        "step=3",
+        "steps=0",
+        "tokens=-1",
+        "calls=x",
+        "time=5",
+        "cost=0",
+        "cost=nan",
+    ],
+)
+def test_a_wrong_limit_of_runs_names_its_option(word: str) -> None:
+    with pytest.raises(typer.BadParameter) as raised:
+        set_run_budget(runs_pb2.RunBudget(), [word])
+    assert raised.value.param_hint == "--run-budget"
 
 
 def test_a_wrong_class_names_its_option() -> None:
