@@ -23,6 +23,7 @@ from state_svc.domain.run_values import (
     LeaseState,
     NewRun,
     Phase,
+    Position,
     RunPage,
     RunRecord,
     SessionPage,
@@ -87,8 +88,8 @@ class RunStore(Protocol):
         answers as before. Raises LeaseLostError, VersionConflictError, RunFullError (never for an
         end), SessionUnknownError, SessionFullError, SessionsFullError."""
 
-    async def sequence(self, lease: Lease) -> int:
-        """The run's last sequence number. Raises LeaseLostError."""
+    async def position(self, lease: Lease) -> Position:
+        """How far the run has come. Raises LeaseLostError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +97,14 @@ class LiveText:
     """Text of a running model call. ``sequence``: the run's last event when it was published, so
     that text of a call whose result is stored is told from text of the next one. ``offset``: where
     in the text of this ``version`` it begins, in bytes of UTF-8; a version is one run of text that
-    nothing replaces."""
+    nothing replaces. ``create_ms``: when the run was made, as in ``EventPage``."""
 
     version: int
     sequence: int
     step: int
     offset: int
     text: str
+    create_ms: int
 
 
 TEXT_BYTES_MAX: Final = 1 << 20
@@ -113,7 +115,7 @@ class TextStore(Protocol):
     """Live text, kept for minutes where it is published. Nothing of it is durable."""
 
     async def publish(
-        self, lease: Lease, sequence: int, step: int, text: str, *, replaces: bool
+        self, lease: Lease, at: Position, step: int, text: str, *, replaces: bool
     ) -> bool:
         """Adds text, or begins anew with another step or token or when it ``replaces``. A smaller
         token than the last one changes nothing. Beyond :data:`TEXT_BYTES_MAX` it passes on and

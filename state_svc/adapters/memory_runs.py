@@ -20,6 +20,7 @@ from state_svc.domain.run_values import (
     LeaseState,
     NewRun,
     Phase,
+    Position,
     RunLimits,
     RunPage,
     RunRecord,
@@ -59,6 +60,10 @@ class MemoryTenants:
     def names(self) -> Sequence[str]:
         """Tenants that have anything."""
         return list(self._books)
+
+    def forget(self, tenant: str) -> None:
+        """Takes all of one tenant away."""
+        self._books.pop(tenant, None)
 
     def _of(self, tenant: str) -> tuple[RunBook, SessionBook]:
         if tenant not in self._books:
@@ -245,9 +250,9 @@ class MemoryRuns:
             self._feed.ready()
         return last
 
-    async def sequence(self, lease: Lease) -> int:
+    async def position(self, lease: Lease) -> Position:
         """See :class:`state_svc.run_ports.RunStore`."""
-        return self._tenants.runs(lease.tenant).sequence(lease.run_id, lease.token)
+        return self._tenants.runs(lease.tenant).position(lease.run_id, lease.token)
 
 
 class MemorySessions:
@@ -301,23 +306,23 @@ class MemoryTexts:
         self._version = 0
 
     async def publish(
-        self, lease: Lease, sequence: int, step: int, text: str, *, replaces: bool
+        self, lease: Lease, at: Position, step: int, text: str, *, replaces: bool
     ) -> bool:
         """See :class:`state_svc.run_ports.TextStore`."""
         place = (lease.tenant, lease.run_id)
-        token, size, known = self._texts.get(place, (0, 0, LiveText(0, 0, 0, 0, "")))
+        token, size, known = self._texts.get(place, (0, 0, LiveText(0, 0, 0, 0, "", 0)))
         if lease.token < token:
             return True
         is_whole = replaces or lease.token == token
         if not known.version or lease.token > token or step != known.step or replaces:
             self._version += 1
-            known, size = LiveText(self._version, sequence, step, 0, ""), 0
-        new = LiveText(known.version, sequence, step, size, text)
+            known, size = LiveText(self._version, at.sequence, step, 0, "", at.create_ms), 0
+        new = LiveText(known.version, at.sequence, step, size, text, at.create_ms)
         whole = known.text
         after = size + len(text.encode())
         if len(whole.encode()) == size and after <= self._max:
             whole += text
-        kept = LiveText(known.version, sequence, step, 0, whole)
+        kept = LiveText(known.version, at.sequence, step, 0, whole, at.create_ms)
         self._texts[place] = (lease.token, after, kept)
         self._feed.changed(*place, new)
         return is_whole

@@ -15,7 +15,7 @@ from state_svc.adapters.store_errors import store_errors
 from state_svc.adapters.watch_reads import WatchReads
 from state_svc.domain.claim_order import ClaimRoom
 from state_svc.domain.names import check_holder, check_request_id, check_tenant, check_uuid
-from state_svc.domain.run_values import PRIORITIES, Append, NewRun, Phase
+from state_svc.domain.run_values import PRIORITIES, SEQUENCE_MAX, Append, NewRun, Phase
 from state_svc.domain.session_book import size_of
 from state_svc.run_ports import RunFeed, RunStore, TextStore
 
@@ -33,7 +33,6 @@ PAGE_MAX: Final = 100
 LEASE_MS: Final = (1_000, 60_000)
 POLL_MS: Final = (10, 1_000)  # between two claims when no nudge comes
 RUNS_MAX: Final = 1_000_000  # of what a caller may permit
-SEQUENCE_MAX: Final = 1 << 40
 WATCH_BYTES_MAX: Final = 32 << 20
 
 
@@ -245,9 +244,9 @@ class RunServicer(runs_pb2_grpc.RunServiceServicer):
         lease, text = lease_of(request.lease, "lease"), request.text
         _check_bytes(text.text.encode(), TEXT_BYTES_MAX, "text.text")
         with store_errors():
-            sequence = await self._store.sequence(lease)
+            at = await self._store.position(lease)
             is_whole = await self._texts.publish(
-                lease, sequence, text.step, text.text, replaces=text.replaces
+                lease, at, text.step, text.text, replaces=text.replaces
             )
         return runs_pb2.PublishTextResponse(whole_wanted=not is_whole)
 

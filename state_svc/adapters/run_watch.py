@@ -23,7 +23,7 @@ from typing import Final
 from sluice.errors import exhausted
 from sluice.fair_rooms import FairRooms
 from state_svc.adapters.watch_reads import WatchReads
-from state_svc.domain.run_values import EventPage
+from state_svc.domain.run_values import EventPage, RunUnknownError
 from state_svc.ports import StoreUnavailableError
 from state_svc.run_ports import TEXT_BYTES_MAX, LiveText, Poke, RunFeed, TextStore
 
@@ -78,6 +78,7 @@ class RunWatch:
         self._tenant, self._run_id = tenant, run_id
         self._next = max(first, 1)
         self._last = 0  # the run's last event when it was read
+        self._create_ms: int | None = None  # of the run that is followed, and of no later one
         self._version, self._have = 0, 0  # of the text that was shown: which, and its bytes
         self._look_at_text = True
         self._was_read, self._ended = False, False
@@ -123,7 +124,11 @@ class RunWatch:
         self._ended = ended
 
     async def _page(self) -> EventPage:
-        return await self._reads.page(self._tenant, self._run_id, self._next)
+        page = await self._reads.page(self._tenant, self._run_id, self._next, self._create_ms)
+        if self._create_ms is not None and page.create_ms != self._create_ms:
+            raise RunUnknownError  # another one of the same name
+        self._create_ms = page.create_ms
+        return page
 
     async def _of_page(self, page: EventPage) -> AsyncGenerator[Entry, None]:
         """The events of a page, counted until they are taken. Without room for them the page is
@@ -184,6 +189,8 @@ class RunWatch:
                 raise FeedClosedError from None
             if isinstance(hint, Poke):
                 return
+            if not self._is_of_run(hint):
+                continue
             if hint.sequence > self._last:  # its event comes first
                 self._look_at_text = True
                 return
@@ -206,8 +213,14 @@ class RunWatch:
         if hint.version == self._version and follows:
             yield self._show(hint, replaces=False)
 
+    def _is_of_run(self, text: LiveText) -> bool:
+        """What is kept may be of another run of the same name."""
+        return text.create_ms == self._create_ms
+
     def _is_more(self, whole: LiveText) -> bool:
         """What is kept elsewhere may be behind what was shown."""
+        if not self._is_of_run(whole):
+            return False
         return (whole.version, len(whole.text.encode())) > (self._version, self._have)
 
     def _show(self, shown: LiveText, *, replaces: bool) -> Words:

@@ -252,15 +252,16 @@ local phase, seq, token, priority, counted, cancelled, bytes = read(id, 'phase',
 if op == 'get' then return {'OK', row(id, WHOLE)} end
 
 if op == 'read' then
-  local gone = tonumber(call('HGET', key, 'gone') or 0)
+  local gone, created = read(id, 'gone', 'create')
+  gone = gone or 0
   local first, most = math.max(int(), gone + 1), int()
   local found = page(key .. ':events', first - 1 - gone, math.max(seq - first + 1, 0), most)
-  return {'OK', found, first - 1 + #found < seq and 1 or 0, phase > WAITING and 1 or 0, seq, first}
+  return {'OK', found, first - 1 + #found < seq and 1 or 0, phase > WAITING and 1 or 0, seq, first, created}
 end
 
-if op == 'sequence' then
+if op == 'position' then
   if phase ~= RUNNING or token ~= int() then return {'LEASE_LOST'} end
-  return {'OK', seq}
+  return {'OK', seq, read(id, 'create')}
 end
 
 if op == 'cancel' then

@@ -25,6 +25,7 @@ from state_svc.domain.run_values import (
     NewRun,
     NotWaitingError,
     Phase,
+    Position,
     RunFullError,
     RunLimits,
     RunPage,
@@ -142,8 +143,8 @@ class ValkeyRuns:
     ) -> EventPage:
         """See :class:`state_svc.run_ports.RunStore`."""
         reply = await self._run(tenant, "read", run_id, first, bytes_max)
-        events, more, ended, last, first = reply
-        return EventPage(first, tuple(events), bool(more), bool(ended), last)
+        events, more, ended, last, first, created = reply
+        return EventPage(first, tuple(events), bool(more), bool(ended), last, created)
 
     async def cancel(self, tenant: str, run_id: str) -> RunRecord:
         """See :class:`state_svc.run_ports.RunStore`."""
@@ -353,10 +354,10 @@ class ValkeyRuns:
             )
         return int(last)
 
-    async def sequence(self, lease: Lease) -> int:
+    async def position(self, lease: Lease) -> Position:
         """See :class:`state_svc.run_ports.RunStore`."""
-        (last,) = await self._held(lease.tenant, "sequence", lease.run_id, lease.token)
-        return int(last)
+        last, created = await self._held(lease.tenant, "position", lease.run_id, lease.token)
+        return Position(last, created)
 
     async def place(self, tenants: Sequence[str]) -> None:
         """Writes the places of these tenants anew, from what they hold."""

@@ -19,7 +19,7 @@ from typing import Final
 from redis.asyncio import Redis
 
 from state_svc.adapters.valkey_link import Script, ValkeyLink
-from state_svc.domain.run_values import Lease, LeaseLostError
+from state_svc.domain.run_values import Lease, LeaseLostError, Position
 from state_svc.ports import TenantDeletedError
 from state_svc.run_ports import TEXT_BYTES_MAX, LiveText
 
@@ -47,7 +47,7 @@ class _Kept:
 
     token: int
     version: int
-    sequence: int
+    at: Position
     step: int
     touched_s: float
     stored_s: float  # or when it began: what is over sooner is never written
@@ -56,7 +56,9 @@ class _Kept:
 
     def shown(self) -> LiveText:
         """The text from its beginning."""
-        return LiveText(self.version, self.sequence, self.step, 0, self.text.decode())
+        return LiveText(
+            self.version, self.at.sequence, self.step, 0, self.text.decode(), self.at.create_ms
+        )
 
 
 class ValkeyTexts:
@@ -74,7 +76,7 @@ class ValkeyTexts:
         return self._bytes
 
     async def publish(
-        self, lease: Lease, sequence: int, step: int, text: str, *, replaces: bool
+        self, lease: Lease, at: Position, step: int, text: str, *, replaces: bool
     ) -> bool:
         """See :class:`state_svc.run_ports.TextStore`."""
         channel = text_channel(lease.tenant, lease.run_id)
@@ -90,10 +92,10 @@ class ValkeyTexts:
             version = max(stamp, known.version + 1 if known is not None else 0)
             self._drop(channel)
             now_s = self._clock()
-            known = _Kept(lease.token, version, sequence, step, now_s, now_s)
+            known = _Kept(lease.token, version, at, step, now_s, now_s)
             self._keep(channel, known)
         assert known is not None
-        message = self._add(channel, known, sequence, text.encode())
+        message = self._add(channel, known, at, text.encode())
         await self._link.run(lambda client: client.publish(channel, message))
         if self._clock() - known.stored_s >= STORE_S:
             known.stored_s = self._clock()
@@ -127,10 +129,10 @@ class ValkeyTexts:
         seconds, micros = await self._link.run(ask)
         return seconds * 1_000_000 + micros
 
-    def _add(self, channel: str, known: _Kept, sequence: int, text: bytes) -> bytes:
+    def _add(self, channel: str, known: _Kept, at: Position, text: bytes) -> bytes:
         """Keeps more text, if it fits; the message that tells it."""
         offset = known.size
-        known.sequence, known.touched_s = sequence, self._clock()
+        known.at, known.touched_s = at, self._clock()
         known.size += len(text)
         if len(known.text) == offset and known.size <= TEXT_BYTES_MAX:
             known.text += text
@@ -163,10 +165,12 @@ def _extent(text: LiveText) -> tuple[int, int]:
 
 
 def _message(known: _Kept, offset: int, text: bytes) -> bytes:
-    return b"%d %d %d %d %b" % (known.version, known.sequence, known.step, offset, text)
+    numbers = (known.at.create_ms, known.version, known.at.sequence, known.step, offset)
+    return b"%d %d %d %d %d %b" % (*numbers, text)
 
 
 def parse(message: bytes) -> LiveText:
-    """A message: version, sequence number, step, offset and text."""
-    version, sequence, step, offset, words = message.split(b" ", 4)
-    return LiveText(int(version), int(sequence), int(step), int(offset), words.decode())
+    """A message: when its run was made, version, sequence number, step, offset and text."""
+    *numbers, words = message.split(b" ", 5)
+    created, version, sequence, step, offset = map(int, numbers)
+    return LiveText(version, sequence, step, offset, words.decode(), created)

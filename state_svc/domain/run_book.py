@@ -42,6 +42,7 @@ from state_svc.domain.run_values import (
     NewRun,
     NotWaitingError,
     Phase,
+    Position,
     RunFullError,
     RunLimits,
     RunPage,
@@ -210,7 +211,8 @@ class RunBook:
                 break
             page.append(event)
         more = first - 1 + len(page) < run.last
-        return EventPage(first, tuple(page), more, run.phase in ENDED, run.last)
+        ended = run.phase in ENDED
+        return EventPage(first, tuple(page), more, ended, run.last, run.create_ms)
 
     def cancel(self, run_id: str, now: int) -> tuple[RunRecord, str]:
         """See :class:`state_svc.run_ports.RunStore`; also who holds the run now, if anybody."""
@@ -321,12 +323,12 @@ class RunBook:
         self._change_phase(run, append, now)
         return run.last
 
-    def sequence(self, run_id: str, token: int) -> int:
+    def position(self, run_id: str, token: int) -> Position:
         """See :class:`state_svc.run_ports.RunStore`."""
         run = self._known(run_id)
         if run.phase is not Phase.RUNNING or run.token != token:
             raise LeaseLostError
-        return run.last
+        return Position(run.last, run.create_ms)
 
     def _change_phase(self, run: _Run, append: Append, now: int) -> None:
         phase = append.phase

@@ -57,6 +57,10 @@ class SessionLimits:
     session_bytes_max: int = 8 << 20
 
 
+SEQUENCE_MAX: Final = 1 << 40
+"""Above the number of any event."""
+
+
 @dataclass(frozen=True, slots=True)
 class NewRun:
     """A run to be stored. ``priority`` 1 to 4. ``active_max``: most runs of the tenant claimed at
@@ -151,18 +155,29 @@ class RunPage:
 class EventPage:
     """Events from ``first`` on, which is later than asked for where earlier ones of an ended run
     were given up. ``ended``: whether the run has; with ``more`` False then these are
-    its last ones. ``last``: sequence number of its last event."""
+    its last ones. ``last``: sequence number of its last event. ``create_ms``: when the run was
+    made, which tells it from an earlier one of the same name."""
 
     first: int
     events: tuple[bytes, ...]
     more: bool
     ended: bool
     last: int
+    create_ms: int
 
     @property
     def size(self) -> int:
         """Bytes of its events."""
         return sum(map(len, self.events))
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a run has come. ``sequence``: number of its last event; ``create_ms``: when it was
+    made."""
+
+    sequence: int
+    create_ms: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ import pytest
 from state_svc.adapters import valkey_text
 from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.adapters.valkey_text import STORE_S, ValkeyTexts
-from state_svc.domain.run_values import Lease
+from state_svc.domain.run_values import Lease, Position
 from tests.valkey import ValkeyProcess, valkey
 
 LEASE = Lease("a", "r", 10)
+AT, LATER = Position(1, 5), Position(2, 5)
 
 
 class Clock:
@@ -68,49 +69,49 @@ async def test_a_message_is_no_write_to_the_store(world: World) -> None:
     store = world.store()
     before = await world.changes()
     for n in range(200):
-        assert await store.publish(LEASE, 1, 1, f"wörd{n} ", replaces=n == 0)
+        assert await store.publish(LEASE, AT, 1, f"wörd{n} ", replaces=n == 0)
         assert await whole(store) == "".join(f"wörd{m} " for m in range(n + 1))
     assert await world.changes() == before
     for _ in range(20):
         world.clock.now += STORE_S / 10
-        await store.publish(LEASE, 1, 1, "more", replaces=False)
+        await store.publish(LEASE, AT, 1, "more", replaces=False)
     assert 1 <= await world.changes() - before <= 4  # written twice, with a time to live
 
 
 async def test_another_process_shows_what_was_stored_moments_ago(world: World) -> None:
     store, other = world.store(), world.store()
     assert await whole(other) is None
-    await store.publish(LEASE, 1, 1, "one ", replaces=True)
-    await store.publish(LEASE, 1, 1, "two ", replaces=False)
+    await store.publish(LEASE, AT, 1, "one ", replaces=True)
+    await store.publish(LEASE, AT, 1, "two ", replaces=False)
     assert await whole(other) is None
     world.clock.now += STORE_S
-    await store.publish(LEASE, 1, 1, "three", replaces=False)
+    await store.publish(LEASE, AT, 1, "three", replaces=False)
     assert await whole(other) == "one two three"
     # The run goes on over there, and here it is known before what was here is used again.
     later = replace(LEASE, token=11)
-    assert await other.publish(later, 2, 2, "anew", replaces=True)
+    assert await other.publish(later, LATER, 2, "anew", replaces=True)
     world.clock.now += STORE_S
-    assert await other.publish(later, 2, 2, " now", replaces=False)
+    assert await other.publish(later, LATER, 2, " now", replaces=False)
     assert await whole(store) == "anew now"
-    assert await store.publish(later, 2, 2, " and on", replaces=False) is False
+    assert await store.publish(later, LATER, 2, " and on", replaces=False) is False
 
 
 async def test_a_process_that_began_anew_says_that_it_knows_nothing(world: World) -> None:
     store = world.store()
-    await store.publish(LEASE, 1, 1, "one", replaces=True)
+    await store.publish(LEASE, AT, 1, "one", replaces=True)
     world.clock.now += STORE_S
-    await store.publish(LEASE, 1, 1, " ", replaces=False)
+    await store.publish(LEASE, AT, 1, " ", replaces=False)
     fresh = world.store()
     assert await whole(fresh) == "one "
-    assert await fresh.publish(LEASE, 1, 1, "two ", replaces=False) is False
-    assert await fresh.publish(LEASE, 1, 1, "one two three", replaces=True)
+    assert await fresh.publish(LEASE, AT, 1, "two ", replaces=False) is False
+    assert await fresh.publish(LEASE, AT, 1, "one two three", replaces=True)
     assert await whole(fresh) == "one two three"
 
 
 async def test_a_smaller_token_changes_nothing(world: World) -> None:
     store = world.store()
-    await store.publish(LEASE, 1, 1, "mine", replaces=True)
-    await store.publish(replace(LEASE, token=9), 1, 1, "theirs", replaces=True)
+    await store.publish(LEASE, AT, 1, "mine", replaces=True)
+    await store.publish(replace(LEASE, token=9), AT, 1, "theirs", replaces=True)
     assert await whole(store) == "mine"
 
 
@@ -120,12 +121,12 @@ async def test_texts_are_bounded_and_old_ones_go(
     monkeypatch.setattr(valkey_text, "KEPT_BYTES", 50_000)
     store = world.store()
     for n in range(100):
-        await store.publish(Lease("a", f"r{n}", 1), 1, 1, "x" * 1000, replaces=True)
+        await store.publish(Lease("a", f"r{n}", 1), AT, 1, "x" * 1000, replaces=True)
         assert store.kept_bytes <= 50_000
     world.clock.now += valkey_text.KEPT_S + 1
-    await store.publish(LEASE, 1, 1, "x", replaces=True)
+    await store.publish(LEASE, AT, 1, "x", replaces=True)
     assert store.kept_bytes <= 1_000
     monkeypatch.setattr(valkey_text, "TEXT_BYTES_MAX", 10)
     for _ in range(5):
-        await store.publish(LEASE, 1, 1, "12345", replaces=False)
+        await store.publish(LEASE, AT, 1, "12345", replaces=False)
     assert await whole(store) == "x12345"

@@ -19,7 +19,7 @@ from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.adapters.valkey_runs import ValkeyRuns
 from state_svc.adapters.valkey_text import ValkeyTexts
 from state_svc.adapters.watch_reads import WatchReads
-from state_svc.domain.run_values import Claimed
+from state_svc.domain.run_values import Claimed, Position
 from state_svc.run_ports import Order
 from tests.contract.state_rig import LEASE_MS, a_run, an_append, lease_of
 from tests.valkey import valkey
@@ -51,7 +51,8 @@ class World:
         await self.runs.append(an_append(self.held, b"event", expected_sequence=last))
 
     async def say(self, word: str, sequence: int) -> None:
-        await self.texts.publish(lease_of(self.held), sequence, 1, word, replaces=False)
+        at = Position(sequence, self.held.run.create_ms)
+        await self.texts.publish(lease_of(self.held), at, 1, word, replaces=False)
 
 
 @pytest.fixture

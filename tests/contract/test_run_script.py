@@ -149,7 +149,8 @@ class Histories:
             return
         rng, claimed = self._rng, self._rng.choice(self.claims[-6:])
         lease = Lease(TENANT, claimed.run.run_id, claimed.token)
-        last = await self.both(lambda stores: stores.runs.sequence(lease)) or 1
+        at = await self.both(lambda stores: stores.runs.position(lease))
+        last = 1 if at is None else at.sequence
         phase = rng.choice((*Phase, Phase.RUNNING, Phase.RUNNING, Phase.SUCCEEDED))
         append = Append(
             lease=lease,

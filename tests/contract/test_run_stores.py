@@ -112,7 +112,7 @@ async def test_another_tenants_run_is_as_unknown_as_no_run(stores: Stores) -> No
         lambda: stores.runs.cancel("b", run_id),
         lambda: stores.runs.resume("b", run_id, 1, b"", new_id()),
         lambda: stores.append(foreign, b"x"),
-        lambda: stores.runs.sequence(lease_of(foreign)),
+        lambda: stores.runs.position(lease_of(foreign)),
     ):
         with pytest.raises(RunUnknownError):
             await call()
@@ -156,7 +156,7 @@ async def test_a_lease_lapses_and_the_next_holder_has_a_larger_token(stores: Sto
     with pytest.raises(LeaseLostError):
         await stores.append(first, b"late")
     with pytest.raises(LeaseLostError):
-        await stores.runs.sequence(lease_of(first))
+        await stores.runs.position(lease_of(first))
     assert await stores.append(second, b"next") == 2
     assert (await stores.runs.read("a", first.run.run_id, 1)).events == (b"queued", b"next")
 

@@ -38,7 +38,7 @@ from state_svc.adapters.valkey_text import ValkeyTexts
 from state_svc.adapters.valkey_values import ValkeyBlobs, ValkeyValues
 from state_svc.deletion_ports import DeletionState, TenantData
 from state_svc.domain.documents import Draft
-from state_svc.domain.run_values import LeaseLostError
+from state_svc.domain.run_values import LeaseLostError, Position
 from state_svc.ports import (
     RECORDS_MAX,
     DecisionStore,
@@ -54,6 +54,7 @@ from tests.contract.state_rig import LEASE_MS, a_run, an_append, lease_of
 from tests.valkey import ValkeyProcess, valkey
 
 LONG_MS = 60_000
+AT = Position(1, 0)
 POINTS = ("tenants.before_purge", "tenants.before_gone", "tenants.before_unmark")
 
 
@@ -338,7 +339,7 @@ async def test_no_key_of_a_deleted_tenant_is_left_and_none_comes_back(
         await every.write(tenant)
     held = {one.run.tenant: one for one in (await every.runs.claim("h", 9, LEASE_MS)).runs}
     for tenant, one in held.items():
-        await every.texts.publish(lease_of(one), 1, 1, f"text of {tenant}", replaces=False)
+        await every.texts.publish(lease_of(one), AT, 1, f"text of {tenant}", replaces=False)
     await every.run("a")  # nobody has claimed it
     others = [await keys_of(link, "ab") for link in links]
     assert all(others)
@@ -357,9 +358,9 @@ async def test_no_key_of_a_deleted_tenant_is_left_and_none_comes_back(
     with pytest.raises(LeaseLostError):
         await every.runs.append(an_append(held["a"], b"late"))
     with pytest.raises(LeaseLostError):
-        await every.runs.sequence(lease)
+        await every.runs.position(lease)
     with pytest.raises(LeaseLostError):
-        await every.texts.publish(lease, 1, 1, "late", replaces=False)
+        await every.texts.publish(lease, AT, 1, "late", replaces=False)
     states = await every.runs.renew([lease, lease_of(held["ab"])], LEASE_MS)
     assert [state.held for state in states] == [False, True]
     await stores.decisions.put("a", {"late": b"secret"})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from sluice.clock import run_virtual
@@ -74,6 +75,10 @@ class World:
         )
         return asyncio.get_running_loop().time()
 
+    async def say(self, text: str, sequence: int, step: int) -> None:
+        at = replace(await self.runs.position(self.lease), sequence=sequence)
+        await self.texts.publish(self.lease, at, step, text, replaces=False)
+
     def numbers(self) -> list[int]:
         return [one.sequence for _, one in self.seen if isinstance(one, Entry)]
 
@@ -124,12 +129,12 @@ def test_text_that_was_missed_is_read_whole() -> None:
         world = World(MemoryFeed())
         await world.begin()
         for word in ("one ", "two "):
-            await world.texts.publish(world.lease, 1, 1, word, replaces=False)
+            await world.say(word, 1, 1)
         await asyncio.sleep(0.01)
         assert world.text() == "one two "
         # More than is kept for a reader that does not read: dropped, and found again.
         for number in range(3 * ITEMS_MAX):
-            await world.texts.publish(world.lease, 1, 1, f"{number} ", replaces=False)
+            await world.say(f"{number} ", 1, 1)
         await asyncio.sleep(0.01)
         whole = await world.texts.whole("a", "r")
         assert whole is not None and world.text() == whole.text
@@ -144,7 +149,7 @@ def test_text_ahead_of_its_event_waits_for_it() -> None:
         await world.begin()
         await asyncio.sleep(0.01)
         await world.append(1)  # its hint is lost: the store here tells another feed
-        await world.texts.publish(world.lease, 2, 2, "second", replaces=False)
+        await world.say("second", 2, 2)
         await asyncio.sleep(0.01)
         kinds = [type(one).__name__ for _, one in world.seen]
         assert kinds == ["Entry", "Entry", "Words"] and world.text() == "second"
@@ -160,7 +165,7 @@ def test_text_beyond_what_is_kept_is_still_passed_on() -> None:
         await world.begin()
         await asyncio.sleep(0.01)
         for word in ("abcd", "ef", "gh"):
-            await world.texts.publish(world.lease, 1, 1, word, replaces=False)
+            await world.say(word, 1, 1)
             await asyncio.sleep(0.01)
         assert world.text() == "abcdefgh"
         world.following.cancel()

@@ -3,7 +3,8 @@ time.
 
 Method: runs in memory with events larger than a page, hundreds of watchers that take one event and
 no more. Oracle: what is counted, and how often the store is asked. Seen to fail on the mutants
-watch_bytes_not_counted, watch_reads_not_shared and watch_reads_of_one_tenant.
+watch_bytes_not_counted, watch_reads_not_shared, watch_reads_of_one_tenant,
+watch_pages_of_an_earlier_run and watch_text_of_an_earlier_run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from state_svc.adapters.watch_reads import (
     TENANT_READS_MAX,
     WatchReads,
 )
-from state_svc.domain.run_values import Lease, NewRun
+from state_svc.domain.run_values import SEQUENCE_MAX, Lease, NewRun, RunUnknownError
 
 EVENT_BYTES = 60_000
 IN_A_PAGE = PAGE_BYTES // EVENT_BYTES
@@ -46,7 +47,8 @@ class World:
     """A run of large events for each of two tenants, and who watches them."""
 
     def __init__(self, events: int = 20, size: int = EVENT_BYTES) -> None:
-        self.runs = MemoryRuns(MemoryTenants(), MemoryFeed())
+        self.tenants = MemoryTenants()
+        self.runs = MemoryRuns(self.tenants, MemoryFeed())
         self.feed = MemoryFeed()
         self.texts = MemoryTexts(self.feed)
         self.room = watch_room(ROOM_BYTES)
@@ -73,6 +75,11 @@ class World:
         for tenant in tenants:
             await self.runs.create(NewRun(tenant, "r", "q", b"", b"", self._events, 1))
 
+    async def say(self, run_id: str, token: int, text: str, *, replaces: bool = False) -> None:
+        lease = Lease("a", run_id, token)
+        at = await self.runs.position(lease)
+        await self.texts.publish(lease, at, 1, text, replaces=replaces)
+
     def watch(self, tenant: str = "a", first: int = 1) -> AsyncGenerator[Entry | Words, None]:
         return RunWatch(self.parts, tenant, "r", first).follow(self.feed)
 
@@ -81,6 +88,11 @@ async def first_of(watch: AsyncGenerator[Entry | Words, None]) -> Entry:
     entry = await anext(watch)
     assert isinstance(entry, Entry)
     return entry
+
+
+async def last_of(old: AsyncGenerator[Entry | Words, None]) -> None:
+    async for one in old:
+        assert isinstance(one, Entry) and one.event[0] < 100
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:
@@ -168,21 +180,20 @@ def test_small_events_and_words_never_wait() -> None:
         ]
         watch = RunWatch(world.parts, "a", "s", 1).follow(world.feed)
         assert [(await first_of(watch)).sequence for _ in range(2)] == [1, 2]
-        lease = Lease("a", "s", held.token)
         waiting = asyncio.ensure_future(anext(watch))
         await asyncio.sleep(0.1)
-        await world.texts.publish(lease, 2, 1, "word", replaces=False)
+        await world.say("s", held.token, "word")
         assert await waiting == Words(1, "word", True)
         # What is large is left out while there is no room, and comes whole with the next.
         large = "l" * (PAGE_BYTES // 5)  # less than an inbox holds, more than there is room for
         waiting = asyncio.ensure_future(anext(watch))
         await asyncio.sleep(0)
-        await world.texts.publish(lease, 2, 1, large, replaces=False)
+        await world.say("s", held.token, large)
         await asyncio.sleep(0.1)
         assert not waiting.done()
         for one in slow:
             await one.aclose()
-        await world.texts.publish(lease, 2, 1, "end", replaces=False)
+        await world.say("s", held.token, "end")
         assert await waiting == Words(1, "word" + large + "end", True)
 
     run_virtual(scenario())
@@ -204,7 +215,9 @@ def test_watchers_at_one_place_share_a_read() -> None:
                 await first_of(watch)
             await watch.aclose()
         pages = -(-20 // IN_A_PAGE)
-        assert len(large.asked) == pages + 4  # the last page has none, and is read each time
+        places = [first for _, first in large.asked if first < SEQUENCE_MAX]
+        assert len(places) == pages + 4  # the last page has none, and is read each time
+        assert len(large.asked) == len(places) + 4  # whether it is the same run, once a watch
         assert large.parts.reads.kept_bytes <= KEPT_BYTES
 
     run_virtual(scenario())
@@ -246,6 +259,42 @@ def test_a_read_that_has_begun_is_not_shared_with_who_knows_more() -> None:
         joined = asyncio.ensure_future(world.parts.reads.page("a", "r", 1))
         await asyncio.gather(late, joined)
         assert len(world.asked) == 3
+
+    run_virtual(scenario())
+
+
+def test_a_later_run_of_the_same_name_shows_nothing_of_the_one_before() -> None:
+    """Names of runs follow from request ids: a later holder of a tenant's name, or the tenant
+    itself after the time that ended runs are kept, may make one of the same name."""
+
+    async def scenario() -> None:
+        world = World()
+        await world.begin("a")
+        old = world.watch()
+        for _ in range(20):
+            await first_of(old)
+        (held,) = (await world.runs.claim("h", 1, 60_000)).runs
+        await world.say("r", held.token, "old", replaces=True)
+        assert await anext(old) == Words(1, "old", True)
+        still = world.watch()
+        await first_of(still)
+        await asyncio.sleep(10.0)
+        world.tenants.forget("a")
+        events = tuple(bytes([100 + n]) * EVENT_BYTES for n in range(20))
+        await world.runs.create(NewRun("a", "r", "q", b"", b"", events, 1))
+        watch = world.watch()
+        seen = [await first_of(watch) for _ in range(20)]
+        assert [one.event for one in seen] == list(events)
+        words = asyncio.ensure_future(anext(watch))
+        await asyncio.sleep(10.0)
+        assert not words.done()
+        (held,) = (await world.runs.claim("h", 1, 60_000)).runs
+        await world.say("r", held.token, "new", replaces=True)
+        assert await words == Words(1, "new", True)
+        # Who followed the one before sees nothing of this one.
+        for one in (old, still):
+            with pytest.raises(RunUnknownError):
+                await last_of(one)
 
     run_virtual(scenario())
 
