@@ -114,7 +114,7 @@ async def test_auto_is_answered_directly_as_the_events_of_a_run(
         ({"task": "x", "request_id": "no-uuid"}, Code.INVALID_ARGUMENT, "request_id"),
         ({"request_id": fresh()}, Code.INVALID_ARGUMENT, "task"),
         ({"task": "x", "mode": 7, "request_id": fresh()}, Code.INVALID_ARGUMENT, "mode"),
-        ({"task": "x", "tools": ["t"], "request_id": fresh()}, Code.PERMISSION_DENIED, ""),
+        ({"task": "x", "tools": ["t"], "request_id": fresh()}, Code.PERMISSION_DENIED, "tools[0]"),
         ({"task": "y" * 100_000, "request_id": fresh()}, Code.INVALID_ARGUMENT, "task"),
         (
             {"task": "x", "sampling": {"temperature": 9.0}, "request_id": fresh()},
