@@ -6,7 +6,8 @@ on Valkey; a crash is an exception at a fault point, and another replica goes on
 stored. Oracle: the ports' own words (state_svc/deletion_ports.py), and the names of all keys.
 
 Seen to fail on mutants: tenant_purge_forgets_a_store, tenant_name_free_at_once,
-tenant_fence_not_looked_at, tenant_late_replica_deletes, tenant_usage_is_inherited.
+tenant_fence_not_looked_at, tenant_late_replica_deletes, tenant_usage_is_inherited,
+tenant_looked_at_once.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from tests.valkey import ValkeyProcess, valkey
 
 LONG_MS = 60_000
 AT = Position(1, 0)
+LATE_KEY = "sluice:{a}:late"
 POINTS = ("tenants.before_purge", "tenants.before_gone", "tenants.before_unmark")
 
 
@@ -81,6 +83,16 @@ class Stores:
 
     async def delete(self, name: str = "a") -> None:
         assert await self.registry.delete(Kind.TENANTS, name)
+
+    async def write_past_the_fence(self) -> None:
+        """As a call that looked at it before it was closed. That in memory stops nobody."""
+        await self.decisions.put("a", {"late": b"old"})
+        for link in self.links:
+            await link.run(lambda client: client.set(LATE_KEY, b"old"))
+
+    async def late_is_there(self) -> bool:
+        found = [await link.run(lambda client: client.exists(LATE_KEY)) for link in self.links]
+        return any(found) or await self.decisions.get("a", "late") is not None
 
 
 @pytest.fixture(scope="module")
@@ -144,31 +156,36 @@ async def test_a_name_is_refused_until_everything_is_gone(stores: Stores) -> Non
 async def test_what_comes_in_after_the_first_look_is_deleted_too(stores: Stores) -> None:
     await stores.create()
     await stores.delete()
-    first = stores.purge(settle_s=LONG_MS)
-    assert await first.once()  # there is more to do
+    replica = stores.purge(settle_s=60.0)
+    assert await replica.once()  # there is more to do
     assert await stores.state() is DeletionState.PURGING
     with pytest.raises(TenantBeingDeletedError):
         await stores.create()
-    assert await first.once()  # nothing is looked for meanwhile
-    assert not await stores.purge().once()
+    await stores.write_past_the_fence()
+    assert await replica.once()
+    assert await stores.late_is_there()  # nothing is looked for meanwhile
+    replica._settle_ms = 0.0
+    assert not await replica.once()
+    assert not await stores.late_is_there()
     assert await stores.state() is DeletionState.GONE
 
 
 async def test_usage_stays_for_the_operator_alone(stores: Stores) -> None:
     hour = int(time.time() if stores.links else asyncio.get_running_loop().time()) // 3600
-    old, new = UsageKey(hour, "m"), UsageKey(hour + 1, "m")
+    # The hour may end meanwhile.
+    old, new, end = UsageKey(hour, "m"), UsageKey(hour + 2, "m"), hour + 3
     await stores.create()
     await stores.usage.append("a", "1", {old: {"tokens": 5.0}})
-    assert set(await stores.usage.query("a", hour, hour + 2)) == {old}
+    assert set(await stores.usage.query("a", hour, end)) == {old}
     await stores.delete()
     await stores.purge().once()
     await stores.usage.append("a", "2", {old: {"tokens": 1.0}})  # told late, and still counted
     await stores.create()
     await stores.purge().created("a")
-    assert await stores.usage.query("a", hour, hour + 2) == {}
+    assert await stores.usage.query("a", hour, end) == {}
     await stores.usage.append("a", "3", {new: {"tokens": 7.0}})
-    assert dict(await stores.usage.query("a", hour, hour + 2)) == {new: {"tokens": 7.0}}
-    whole = await stores.usage.query("a", hour, hour + 2, earlier=True)
+    assert dict(await stores.usage.query("a", hour, end)) == {new: {"tokens": 7.0}}
+    whole = await stores.usage.query("a", hour, end, earlier=True)
     assert dict(whole) == {old: {"tokens": 6.0}, new: {"tokens": 7.0}}
 
 

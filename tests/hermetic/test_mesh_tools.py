@@ -303,6 +303,7 @@ async def test_a_registered_tool_is_its_tenants_and_reaches_nothing_of_the_machi
     """Refused at the registration by its field."""
     place = f"127.0.0.1:{outside.server.port}"
     inside = {"method": "GET", "url": f"http://{place}/orders/A-7"}
+    before = len(outside.server.asked)
     async with (
         tenant(running, "shop", "sums") as shop,
         tenant(running, "other", "sums") as other,
@@ -325,7 +326,6 @@ async def test_a_registered_tool_is_its_tenants_and_reaches_nothing_of_the_machi
             assert error.reason == reason
             assert [one.field for one in error.fields] == [field]
         await put(running, "shop", registered("sums", calculator={}))
-        before = len(outside.server.asked)
         replies = [wanted("sums", expression="40 + 2"), {"answer": "done"}]
         events = await run(running, shop, ["sums"], *replies)
         (first,) = ends(events)

@@ -1,6 +1,7 @@
 """Whoever follows a run gets its events, whatever becomes of hints and of the store; virtual time.
 
-Oracle: the run's events by number. Seen to fail on the mutant watch_stops_with_the_store.
+Oracle: the run's events by number. Seen to fail on the mutants watch_stops_with_the_store and
+watch_trusts_hints.
 """
 
 from __future__ import annotations

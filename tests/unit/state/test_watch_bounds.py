@@ -4,7 +4,7 @@ time.
 Method: runs in memory with events larger than a page, hundreds of watchers that take one event and
 no more. Oracle: what is counted, and how often the store is asked. Seen to fail on the mutants
 watch_bytes_not_counted, watch_reads_not_shared, watch_reads_of_one_tenant,
-watch_pages_of_an_earlier_run and watch_text_of_an_earlier_run.
+watch_read_shared_late, watch_pages_of_an_earlier_run and watch_text_of_an_earlier_run.
 """
 
 from __future__ import annotations
