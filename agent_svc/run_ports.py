@@ -103,7 +103,8 @@ class LeaseKey:
 class Claimed:
     """A run that this process holds now. ``spec`` None: it cannot be read. ``last_sequence``:
     number of its last event. ``decision``: of a person, not yet among the events. ``to_end``: it
-    has only to be ended, by its cancel mark or its wall time."""
+    has only to be ended, by its cancel mark or its wall time. ``losses``: how often in a row its
+    holder was lost without an event."""
 
     lease: LeaseKey
     spec: Spec | None
@@ -113,6 +114,7 @@ class Claimed:
     decision: Resumed | None = None
     session_id: str = ""
     to_end: bool = False
+    losses: int = 0
 
 
 @dataclass(frozen=True, slots=True)

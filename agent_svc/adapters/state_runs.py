@@ -193,6 +193,7 @@ def _claimed(message: runs_pb2.ClaimedRun) -> Claimed:
         decision=decision,
         session_id=run.session_id,
         to_end=message.to_end,
+        losses=message.losses,
     )
 
 

@@ -197,6 +197,12 @@ class Worker:
         if claims.runs:
             fault_point("agent.claimed")
         for claimed in claims.runs:
+            if claimed.losses > 1:
+                log.warning(
+                    "a run lost those that held it, one after another",
+                    run_id=claimed.lease.run_id,
+                    losses=claimed.losses,
+                )
             self._begin(group, claimed, sent + self._limits.lease_s)
         return 0.0 if free.runs and len(claims.runs) >= free.runs else claims.poll_s
 

@@ -182,7 +182,10 @@ class RunServicer(runs_pb2_grpc.RunServiceServicer):
         return runs_pb2.ClaimRunsResponse(
             runs=[
                 runs_pb2.ClaimedRun(
-                    run=stored_run(claimed.run), token=claimed.token, to_end=claimed.to_end
+                    run=stored_run(claimed.run),
+                    token=claimed.token,
+                    to_end=claimed.to_end,
+                    losses=claimed.losses,
                 )
                 for claimed in batch.runs
             ],

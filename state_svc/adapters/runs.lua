@@ -11,6 +11,7 @@
 local QUEUED, RUNNING, PAUSED, WAITING = 1, 2, 3, 4
 local RUN_OVERHEAD, SCAN_MAX, TRIM_MAX = 1024, 1000, 1000
 local TO_END = 2
+local LOSS_WAIT_MS, LOSS_WAIT_MAX_MS = 2000, 120000
 local ALL, META, ENDED, ACTIVE, COUNTED = P .. 'runs', P .. 'runs:meta', P .. 'runs:ended', P .. 'runs:active', P .. 'runs:counted'
 local WHOLE_RUNS, WALL = P .. 'runs:whole', P .. 'runs:wall'
 local BRIEF = {'phase', 'summary', 'seq', 'create', 'end', 'cancelled', 'dstep', 'session', 'priority'}
@@ -113,6 +114,27 @@ local function queue(id, priority, counted, cancelled)
   end
   if tonumber(call('HGET', run_key(id), 'counts_open')) == 1 then call('SADD', COUNTED, id) end
 end
+-- Those of the ready runs that may be claimed now. The others lost their holders again and again: loss_wait_ms in
+-- run_book.py says why and how long they wait.
+local function without_lost(ids, priority, counted)
+  if counted == TO_END then return ids end
+  local left = {}
+  for _, id in ipairs(ids) do
+    local key, wait = run_key(id), 0
+    if tonumber(call('HGET', key, 'phase')) == RUNNING then
+      local losses = call('HINCRBY', key, 'losses', 1)
+      if losses > 1 then wait = math.min(LOSS_WAIT_MS * 4 ^ (losses - 2), LOSS_WAIT_MAX_MS) end
+    end
+    if wait > 0 then
+      call('HSET', key, 'phase', PAUSED)
+      call('ZADD', line(priority, counted), now + wait, id)
+      note_wall(id, counted)
+    else
+      left[#left + 1] = id
+    end
+  end
+  return left
+end
 -- When a run of the class may be ready next, or nil. What no room is left for: when a lease ends.
 local function due_of(priority)
   local first
@@ -200,7 +222,7 @@ if op == 'claim' then
     if counted == 1 then left = math.min(left, room()) end
     local ids = {}
     if left > 0 and too_large == 0 then ids = call('ZRANGEBYSCORE', line(priority, counted), '-inf', now, 'LIMIT', 0, left) end
-    for _, id in ipairs(ids) do
+    for _, id in ipairs(without_lost(ids, priority, counted)) do
       local key = run_key(id)
       bytes = bytes + call('HSTRLEN', key, 'spec') + call('HSTRLEN', key, 'summary') + call('HSTRLEN', key, 'decision')
       if bytes_max > 0 and bytes > bytes_max then
@@ -214,7 +236,8 @@ if op == 'claim' then
         call('ZADD', line(priority, counted), now + lease, id)
         if counted == 1 then call('ZADD', ACTIVE, now + lease, id) end
         call('ZREM', WALL, id)
-        found[#found + 1] = {id, token, row(id, WHOLE), counted == TO_END and 1 or 0}
+        local losses = tonumber(call('HGET', key, 'losses') or 0)
+        found[#found + 1] = {id, token, row(id, WHOLE), counted == TO_END and 1 or 0, losses}
       else -- deleted by somebody else: it must not stand in front of the others for ever
         call('ZREM', line(priority, counted), id)
       end
@@ -335,7 +358,7 @@ if op == 'append' then
   grow(id, growth)
   local fields = {'seq', seq + number, 'append', append_id}
   if summary ~= '' then fields[#fields + 1] = 'summary'; fields[#fields + 1] = summary end
-  if number > 0 then for _, one in ipairs({'decision', '', 'dstep', 0}) do fields[#fields + 1] = one end end
+  if number > 0 then for _, one in ipairs({'decision', '', 'dstep', 0, 'losses', 0}) do fields[#fields + 1] = one end end
   call('HSET', key, unpack(fields))
   call('PUBLISH', key, seq + number)
   if to == RUNNING then return {'OK', seq + number, {}, 0} end

@@ -298,8 +298,8 @@ class ValkeyRuns:
                 continue
             due, large, found = checked(reply)
             runs = [
-                Claimed(_record(tenant, text(run_id), fields), token, bool(to_end))
-                for run_id, token, fields, to_end in found
+                Claimed(_record(tenant, text(run_id), fields), token, bool(to_end), losses)
+                for run_id, token, fields, to_end, losses in found
             ]
             answers.append((due, bool(large), runs))
         return answers

@@ -57,6 +57,8 @@ from state_svc.ports import VersionConflictError
 SCAN_MAX: Final = 1_000  # runs looked at for one page
 FREE, COUNTED, TO_END = 0, 1, 2
 """Kinds of runs: not counted among the active, counted, and those that have only to be ended."""
+LOSS_WAIT_MS: Final = 2_000
+LOSS_WAIT_MAX_MS: Final = 120_000
 _KINDS: Final = (TO_END, FREE, COUNTED)
 _NOT_HELD: Final = frozenset({Phase.QUEUED, Phase.PAUSED})
 _WAITS_IN_LINE: Final = frozenset({Phase.QUEUED, Phase.PAUSED, Phase.RUNNING})
@@ -84,6 +86,7 @@ class _Run:
     append_id: str = ""
     resumed: dict[str, int] = field(default_factory=dict)  # request ids: when
     waits_ms: int = 0  # since when it waits for a person
+    losses: int = 0  # of a holder, one after another, without an event in between
     gone: int = 0  # events that were given up
     whole: bool = True
 
@@ -124,6 +127,13 @@ class _Run:
         if left < self.size:
             self.gone, self.events, self.size = self.last - 1, last, left
             self.new, self.decision = replace(self.new, spec=b""), b""
+
+
+def loss_wait_ms(losses: int) -> int:
+    """How long a run waits that lost so many holders in a row without an event: 0, then 2, 8, 32
+    and 120 s. What it asks for may be what ends the process that holds it, and with it the runs of
+    others. It is not given up before its wall time: a machine that stands still looks the same."""
+    return 0 if losses < 2 else min(LOSS_WAIT_MS * 4 ** (losses - 2), LOSS_WAIT_MAX_MS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,19 +270,32 @@ class RunBook:
         claimed: list[Claimed] = []
         total, too_large = 0, False
         for kind in (TO_END,) if only_to_end else _KINDS:
-            for run in self._line(priority, kind):
-                if run.due_ms > now or len(claimed) == runs_max or too_large:
+            left = runs_max - len(claimed)
+            if kind == COUNTED:
+                left = min(left, self._room(now))
+            for run in self._line(priority, kind)[: max(left, 0)]:
+                if run.due_ms > now or too_large:
                     break
-                if kind == COUNTED and self._room(now) <= 0:
-                    break
+                if run.kind != TO_END and self._is_held_back(run, now):
+                    continue
                 total += len(run.new.spec) + len(run.summary) + len(run.decision)
                 if bytes_max and total > bytes_max:
                     too_large = True
                     break
                 run.token = max(run.token + 1, now)
                 run.phase, run.holder, run.due_ms = Phase.RUNNING, holder, now + lease_ms
-                claimed.append(Claimed(run.record(), run.token, to_end=kind == TO_END))
+                claimed.append(Claimed(run.record(), run.token, kind == TO_END, run.losses))
         return Claims(tuple(claimed), self.due(priority, now), too_large)
+
+    def _is_held_back(self, run: _Run, now: int) -> bool:
+        """Whether a run whose lease lapsed waits before somebody else holds it."""
+        if run.phase is not Phase.RUNNING:
+            return False
+        run.losses += 1
+        wait_ms = loss_wait_ms(run.losses)
+        if wait_ms:
+            run.phase, run.due_ms = Phase.PAUSED, now + wait_ms
+        return wait_ms > 0
 
     def due(self, priority: int, now: int) -> int | None:
         """When a run of a class may be ready next."""
@@ -319,7 +342,7 @@ class RunBook:
         run.summary = append.summary or run.summary
         run.append_id = append.append_id
         if append.events:
-            run.decision, run.decision_step = b"", 0
+            run.decision, run.decision_step, run.losses = b"", 0, 0
         self._change_phase(run, append, now)
         return run.last
 

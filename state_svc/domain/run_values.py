@@ -119,11 +119,13 @@ class LeaseState:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A run that its asker holds now. ``to_end``: it has only to be ended."""
+    """A run that its asker holds now. ``to_end``: it has only to be ended. ``losses``: how often in
+    a row its holder was lost without having appended an event."""
 
     run: RunRecord
     token: int
     to_end: bool = False
+    losses: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,6 +161,56 @@ async def test_a_lease_lapses_and_the_next_holder_has_a_larger_token(stores: Sto
     assert (await stores.runs.read("a", first.run.run_id, 1)).events == (b"queued", b"next")
 
 
+async def test_a_run_that_loses_its_holders_waits_longer_and_longer(stores: Stores) -> None:
+    """Mutant lost_run_claimed_at_once."""
+    await stores.hold()
+    waits = []
+    for losses in range(1, 7):
+        stores.wait(LEASE_MS)
+        waited = 0
+        while not (found := await stores.claim()):
+            stores.wait(1_000)
+            waited += 1_000
+        waits.append(waited)
+        assert found[0].losses == losses
+    assert waits == [0, 2_000, 8_000, 32_000, 120_000, 120_000]
+    # An event shows that it is not the run that ends who holds it.
+    await stores.append(found[0], b"next")
+    stores.wait(LEASE_MS)
+    (again,) = await stores.claim()
+    assert again.losses == 1
+
+
+async def lose_twice(stores: Stores) -> None:
+    """The run that is held loses its holder and the next one, and waits for 2 s."""
+    stores.wait(LEASE_MS)
+    (claimed,) = await stores.claim()
+    assert claimed.losses == 1
+    stores.wait(LEASE_MS)
+    assert not await stores.claim()
+
+
+async def test_a_run_that_waits_for_its_losses_holds_up_nobody_and_can_be_ended(
+    stores: Stores,
+) -> None:
+    lost = await stores.hold(active_max=1)
+    await lose_twice(stores)
+    other = await stores.queue(active_max=1)
+    (claimed,) = await stores.claim()
+    assert claimed.run.run_id == other.run_id
+    await stores.runs.cancel("a", lost.run.run_id)
+    (ended,) = await stores.claim()
+    assert (ended.run.run_id, ended.to_end) == (lost.run.run_id, True)
+
+
+async def test_the_wall_time_of_a_run_that_waits_for_its_losses_ends_it(stores: Stores) -> None:
+    lost = await stores.hold(wall_ms=2 * LEASE_MS + 1_000)
+    await lose_twice(stores)
+    stores.wait(2_000)
+    (ended,) = await stores.claim()
+    assert (ended.run.run_id, ended.to_end) == (lost.run.run_id, True)
+
+
 async def test_tokens_grow_also_when_the_clock_does_not(stores: Stores) -> None:
     tokens = []
     claimed = await stores.hold()
