@@ -18,6 +18,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from sluice.command import run_show
 from sluice.command.cli_calls import (
     INT32_MAX,
     ClassOption,
@@ -27,33 +28,24 @@ from sluice.command.cli_calls import (
     class_number,
 )
 from sluice.command.cli_support import (
-    EXIT_BUSY,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_WAITING,
     ConfigOption,
     EndpointOption,
     JsonOption,
     KeyFileOption,
     as_document,
-    errors,
-    fail_line,
     open_client,
     output,
-    own_command,
     print_json,
     print_table,
     span_s,
     status_of,
     warn_line,
 )
+from sluice.command.run_show import safe
 from sluice.errors import failed_precondition
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sluice.command.client import MeshClient
-    from sluice.command.run_story import Tokens
     from sluice.scheduler.v1 import runs_pb2
 
 CHOICES: Final = ("auto", "required", "each")
@@ -157,7 +149,10 @@ def run(
     _set_budget(request, budget_steps, budget_tokens, budget_calls, budget_time, budget_cost)
     with open_client(config, endpoint, key_file) as client:
         events = run_watch.start(client, request, timeout)
-        raise typer.Exit(_show(client, events, as_json, background, request.budget))
+        status = run_show.show(
+            client, events, as_json=as_json, once=background, asked=request.budget
+        )
+        raise typer.Exit(status)
 
 
 @agent_app.command()
@@ -177,7 +172,7 @@ def watch(
 
     with open_client(config, endpoint, key_file) as client:
         events = run_watch.watch(client, run_id, from_sequence, timeout)
-        raise typer.Exit(_show(client, events, as_json))
+        raise typer.Exit(run_show.show(client, events, as_json=as_json, first=from_sequence))
 
 
 @agent_app.command("list")
@@ -236,7 +231,7 @@ def show(
 ) -> None:
     """Show a run as it is now: its events so far, what it used, its answer."""
     from sluice.command import run_watch
-    from sluice.command.run_story import lines, state_name
+    from sluice.command.run_story import given_up, lines, state_name
     from sluice.scheduler.v1 import runs_pb2
 
     with open_client(config, endpoint, key_file) as client:
@@ -244,9 +239,11 @@ def show(
         if as_json:
             typer.echo(json.dumps(as_document(found), ensure_ascii=False, indent=2))
             return
-        for event in run_watch.so_far(client, run_id, DECISION_TIMEOUT_S):
+        for number, event in enumerate(run_watch.so_far(client, run_id, DECISION_TIMEOUT_S)):
+            if number == 0 and (line := given_up(event, 1)):
+                output().print(Text(line), soft_wrap=True)
             for line in lines(event):
-                output().print(Text(_safe(line)), soft_wrap=True)
+                output().print(Text(safe(line)), soft_wrap=True)
     tokens = found.usage.prompt_tokens + found.usage.completion_tokens
     output().print(
         Text(
@@ -256,7 +253,7 @@ def show(
         soft_wrap=True,
     )
     if found.answer:
-        output().print(Text(_safe(found.answer)), soft_wrap=True)
+        output().print(Text(safe(found.answer)), soft_wrap=True)
 
 
 @agent_app.command()
@@ -279,7 +276,7 @@ def result(
             text = _blob(client, run_id, ended.blob).decode(errors="replace")
         elif ended.truncated:
             warn_line("the whole result could not be kept: this is its beginning")
-    typer.echo(_safe(text) if sys.stdout.isatty() else text)
+    typer.echo(safe(text) if sys.stdout.isatty() else text)
 
 
 @agent_app.command()
@@ -363,7 +360,7 @@ def tools(
         table.add_column(column, overflow="fold", no_wrap=column == "tool")
     for one in found:
         available = "yes" if one.available else f"no: {one.problem}"
-        table.add_row(Text(_safe(one.name)), Text(_safe(available)), Text(_safe(one.description)))
+        table.add_row(Text(safe(one.name)), Text(safe(available)), Text(safe(one.description)))
     print_table(table)
 
 
@@ -453,11 +450,15 @@ def _waiting_step(client: MeshClient, run_id: str) -> int:
 def _ended_call(client: MeshClient, run_id: str, step: int) -> runs_pb2.ToolCallEnded:
     """How the call of a step ended, the last time. Raises BadParameter."""
     from sluice.command import run_watch
+    from sluice.command.run_story import given_up
 
-    ended = None
+    ended, gone = None, None
     for event in run_watch.so_far(client, run_id, DECISION_TIMEOUT_S):
+        gone = given_up(event, 1) if gone is None else gone
         if event.HasField("tool_call_ended") and event.tool_call_ended.step == step:
             ended = event.tool_call_ended
+    if gone:
+        raise typer.BadParameter(gone)
     if ended is None:
         raise typer.BadParameter(
             f"step {step} is no tool call that has ended: `sluice agent show` lists the steps"
@@ -483,122 +484,3 @@ def _say(run: runs_pb2.Run) -> None:
     from sluice.command.run_story import state_name
 
     output().print(f"run {run.run_id}: {state_name(run.state)}", soft_wrap=True)
-
-
-def _show(
-    client: MeshClient,
-    events: Iterator[runs_pb2.RunEvent],
-    as_json: bool,
-    once: bool = False,
-    asked: runs_pb2.RunBudget | None = None,
-) -> int:
-    """Prints events to their end; the exit status that the run's state asks for. ``asked``: the
-    limits that were asked for."""
-    from sluice.command.run_story import Tokens, lowered
-    from sluice.command.run_watch import waits_now
-
-    teller = Teller(errors(), live=sys.stderr.isatty() and not as_json)
-    run_id, tokens = "", Tokens()
-    try:
-        for event in events:
-            run_id = event.run_id or run_id
-            tokens.add(event)
-            if as_json:
-                document = as_document(event)
-                typer.echo(json.dumps(document, ensure_ascii=False))
-            elif not event.HasField("ended"):  # said by _end
-                teller.tell(event)
-            if asked is not None and event.HasField("queued"):
-                for line in lowered(asked, event.queued.budget):
-                    errors().print(Text(line), soft_wrap=True)
-            if event.HasField("ended"):
-                teller.close()
-                return _end(event.ended, as_json, tokens)
-            if waits_now(client, event):
-                _how_to_decide(run_id, event.waiting.step)
-                return EXIT_WAITING
-    except KeyboardInterrupt:
-        teller.close()
-        _goes_on(run_id)
-        return EXIT_INTERRUPTED
-    except Exception as error:
-        teller.close()
-        status = status_of(error)
-        _goes_on(run_id)
-        return status
-    if once and not as_json:
-        typer.echo(run_id)
-    return 0
-
-
-class Teller:
-    """Tells events to a person, live text too where there is a terminal."""
-
-    def __init__(self, console: Console, *, live: bool) -> None:
-        self._console = console
-        self._live = live
-        self._open = False
-
-    def tell(self, event: runs_pb2.RunEvent) -> None:
-        """One event."""
-        from sluice.command.run_story import lines
-
-        if event.HasField("partial_text"):
-            if self._live:
-                if event.partial_text.replaces:
-                    self.close()
-                self._console.print(Text(_safe(event.partial_text.text), style="dim"), end="")
-                self._open = True
-            return
-        for line in lines(event):
-            self.close()
-            self._console.print(Text(_safe(line), style="dim"), soft_wrap=True)
-
-    def close(self) -> None:
-        """Ends a line of live text."""
-        if self._open:
-            self._console.print()
-        self._open = False
-
-
-def _end(ended: runs_pb2.RunEnded, as_json: bool, tokens: Tokens) -> int:
-    from sluice.scheduler.v1 import runs_pb2
-    from sluice.status import from_status
-
-    if ended.answer and not as_json:
-        typer.echo(_safe(ended.answer) if sys.stdout.isatty() else ended.answer)
-    if ended.state == runs_pb2.RUN_STATE_SUCCEEDED:
-        if ended.truncated:
-            errors().print(Text(tokens.note, style="dim"), soft_wrap=True)
-        return 0
-    if ended.state == runs_pb2.RUN_STATE_CANCELLED:
-        fail_line("the run was cancelled")
-        return EXIT_FAILED
-    error = from_status(ended.status)
-    status = status_of(error)
-    # Asked again it would end alike: its own limits ended it, not a mesh that is busy.
-    return EXIT_FAILED if error.reason.startswith("BUDGET_") and status == EXIT_BUSY else status
-
-
-def _how_to_decide(run_id: str, step: int) -> None:
-    at = ("--step", str(step))
-    for words in (
-        ("approve", run_id, *at),
-        ("skip", run_id, *at),
-        ("supply", run_id, "RESULT_AS_JSON", *at),
-        ("cancel", run_id),
-    ):
-        errors().print(Text(f"  {own_command('agent', *words)}"), soft_wrap=True)
-
-
-def _goes_on(run_id: str) -> None:
-    if run_id:
-        watch_it = own_command("agent", "watch", run_id)
-        end_it = own_command("agent", "cancel", run_id)
-        errors().print(Text(f"The run goes on: {watch_it}; {end_it} ends it."), soft_wrap=True)
-
-
-def _safe(text: str) -> str:
-    from sluice.command.log_files import printable
-
-    return printable(text)

@@ -78,9 +78,20 @@ class Tokens:
     @property
     def note(self) -> str:
         """For an answer that was cut off: where, and what permits more."""
+        if not self._last:  # by an event that was not shown
+            return "[cut off at a limit of tokens; --max-tokens permits more]"
         over = self._most and self._most - self._used < self._last
         option = "--budget-tokens" if over else "--max-tokens"
         return f"[stopped after {self._last} tokens; {option} permits more]"
+
+
+def given_up(event: runs_pb2.RunEvent, first: int) -> str:
+    """What to say before the first event that came, when number ``first`` (0 and 1: the first) was
+    asked for: whether those before it are kept no more. Empty: they are all there."""
+    first = max(first, 1)
+    if event.sequence <= first:
+        return ""
+    return f"events {first} to {event.sequence - 1} of this ended run were given up to make room"
 
 
 def lowered(asked: runs_pb2.RunBudget, granted: runs_pb2.RunBudget) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 
-from sluice.command import cli_agent, cli_docs, cli_sessions
+from sluice.command import cli_agent, cli_docs, cli_sessions, run_show, run_watch
 from sluice.common.v1 import input_pb2
 from sluice.scheduler.v1 import data_pb2, runs_pb2
 
@@ -141,3 +141,26 @@ def test_a_collection_is_deleted_to_its_end() -> None:
     client: Any = Mesh()
     assert cli_docs._delete_all(client, "c") == 5
     assert client.left == 0
+
+
+def test_a_run_whose_events_were_given_up_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    ended = runs_pb2.RunEnded(state=runs_pb2.RUN_STATE_SUCCEEDED, answer="42", truncated=True)
+    last = runs_pb2.RunEvent(sequence=9, run_id="r", ended=ended)
+    client: Any = None
+    assert run_show.show(client, iter([last]), as_json=False) == 0
+    said = capsys.readouterr()
+    assert said.out == "42\n"
+    assert said.err.splitlines() == [
+        "events 1 to 8 of this ended run were given up to make room",
+        "[cut off at a limit of tokens; --max-tokens permits more]",
+    ]
+    assert run_show.show(client, iter([last]), as_json=True, first=9) == 0
+    assert "given up" not in capsys.readouterr().err
+
+
+def test_a_result_that_was_given_up_is_not_called_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    last = runs_pb2.RunEvent(sequence=9, run_id="r", ended=runs_pb2.RunEnded())
+    monkeypatch.setattr(run_watch, "so_far", lambda *_: iter([last]))
+    client: Any = None
+    with pytest.raises(typer.BadParameter, match="given up"):
+        cli_agent._ended_call(client, "r", 2)

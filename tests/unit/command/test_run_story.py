@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from google.rpc import status_pb2
 
-from sluice.command.run_story import Tokens, lines, lowered, short, state_name
+from sluice.command.run_story import Tokens, given_up, lines, lowered, short, state_name
 from sluice.common.v1 import input_pb2, result_pb2
 from sluice.scheduler.v1 import runs_pb2
 
@@ -126,6 +126,23 @@ def test_a_cut_answer_says_which_limit_permits_more() -> None:
         tokens.add(runs_pb2.RunEvent(queued=queued))
         tokens.add(runs_pb2.RunEvent(model_step=step))
         assert tokens.note == f"[stopped after 30 tokens; {option} permits more]"
+
+
+def test_a_cut_answer_whose_steps_were_not_shown_names_no_number() -> None:
+    tokens = Tokens()
+    tokens.add(runs_pb2.RunEvent(sequence=9, ended=runs_pb2.RunEnded(truncated=True)))
+    assert tokens.note == "[cut off at a limit of tokens; --max-tokens permits more]"
+
+
+def test_events_that_were_given_up_are_said() -> None:
+    assert given_up(runs_pb2.RunEvent(sequence=1), 1) == ""
+    assert given_up(runs_pb2.RunEvent(sequence=4), 4) == ""
+    assert given_up(runs_pb2.RunEvent(sequence=4), 0) == given_up(runs_pb2.RunEvent(sequence=4), 1)
+    assert given_up(runs_pb2.RunEvent(sequence=9), 3) == (
+        "events 3 to 8 of this ended run were given up to make room"
+    )
+    partial = runs_pb2.RunEvent(sequence=9, partial_text=runs_pb2.PartialText(text="x"))
+    assert given_up(partial, 10) == ""
 
 
 def test_limits_that_were_lowered_are_said_and_no_others() -> None:
