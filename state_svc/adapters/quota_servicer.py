@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from sluice import logs
 from sluice.errors import invalid
 from sluice.quota.exchange import TENANTS_MAX, Answer, StaleExchangeError
 from sluice.quota.wire import answer_message, read_exchange
@@ -16,8 +15,6 @@ from state_svc.domain.quota_book import TooManyHoldersError
 from state_svc.ports import QuotaStore, StoreUnavailableError
 
 _HOLDER: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,96}")
-
-log = logs.get(__name__)
 
 
 class QuotaServicer(quota_pb2_grpc.QuotaServiceServicer):

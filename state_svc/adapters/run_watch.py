@@ -31,7 +31,7 @@ POLL_S: Final = 2.0
 RETRY_S: Final = 0.25  # while the store is away
 ROOM_WAIT_S: Final = 30.0  # as long as a client may leave a message unread at a scheduler
 ROOM_RETRY_S: Final = 5.0
-TENANT_SHARE: Final = 4  # of the room for watchers, a tenant has the part that this divides it into
+TENANT_SHARE: Final = 0.25  # of the room for watchers, that of one tenant
 SMALL_BYTES: Final = 4096  # not counted: ordinary steps of an agent never wait
 
 
@@ -67,7 +67,7 @@ class WatchParts:
 
 def watch_room(bytes_max: int) -> FairRooms:
     """Room of so many bytes."""
-    return FairRooms(bytes_max, bytes_max // TENANT_SHARE, first_always=True)
+    return FairRooms(bytes_max, int(TENANT_SHARE * bytes_max), first_always=True)
 
 
 class RunWatch:

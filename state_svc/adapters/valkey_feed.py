@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from redis.exceptions import RedisError
 
-from sluice import logs
 from state_svc.adapters.inbox import Inbox
 from state_svc.adapters.valkey_link import ValkeyLink, text
 from state_svc.adapters.valkey_run_index import ORDERS
@@ -30,8 +29,6 @@ ANYTHING_READY: Final = Order("", "")
 
 Listener = Callable[[bytes | None], None]
 """Takes a message, or None: some may have been missed. Never blocks, never raises."""
-
-log = logs.get(__name__)
 
 
 class Channels:

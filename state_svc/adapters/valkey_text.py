@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 
 from state_svc.adapters.valkey_link import Script, ValkeyLink
 from state_svc.domain.run_values import Lease, LeaseLostError, Position
-from state_svc.ports import TenantDeletedError
+from state_svc.ports import StoreFullError, TenantDeletedError
 from state_svc.run_ports import TEXT_BYTES_MAX, LiveText
 
 KEPT_S: Final = 600
@@ -104,6 +104,8 @@ class ValkeyTexts:
                 await self._link.script(_STORE, [key], [whole, KEPT_S])
             except TenantDeletedError as error:
                 raise LeaseLostError from error
+            except StoreFullError:
+                pass  # those who watch have heard it; newcomers elsewhere see it with its event
         return is_whole
 
     async def whole(self, tenant: str, run_id: str) -> LiveText | None:

@@ -19,15 +19,19 @@ from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.adapters.valkey_registry import ValkeyRegistry
 from state_svc.adapters.valkey_runs import ValkeyRuns
 from state_svc.adapters.valkey_sessions import ValkeySessions
+from state_svc.adapters.valkey_text import STORE_S, ValkeyTexts
 from state_svc.adapters.valkey_values import ValkeyBlobs, ValkeyValues
 from state_svc.domain.documents import Draft
-from state_svc.domain.run_values import Phase
+from state_svc.domain.run_values import Lease, Phase, Position
 from state_svc.ports import Kind, StoreFullError
 from tests.contract.state_rig import LEASE_MS, a_run, an_append, lease_of
 from tests.valkey import valkey
 
 LONG_MS = 60_000
-OPTIONS = ("--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
+OPTIONS = (
+    *("--maxmemory", "8mb", "--maxmemory-policy", "noeviction"),
+    *("--lazyfree-lazy-user-flush", "no"),  # room is there when FLUSHDB has answered
+)
 
 
 @pytest.fixture
@@ -118,3 +122,18 @@ async def test_runs_of_a_full_store_go_on_to_their_ends(link: ValkeyLink) -> Non
     for run in (going, cancelled):
         await runs.append(an_append(held[run.run_id], b"end", phase=Phase.FAILED))
         assert (await runs.get("a", run.run_id)).phase is Phase.FAILED
+
+
+async def test_live_text_goes_on_where_a_full_store_keeps_none_of_it(link: ValkeyLink) -> None:
+    """Who watches hears it, and so does who comes later to the process that has it."""
+    seconds = [100.0]
+    texts = ValkeyTexts(link, lambda: seconds[0])
+    lease, at = Lease("a", "r", 1), Position(1, 0)
+    await texts.publish(lease, at, 1, "one ", replaces=True)
+    await fill(link)
+    for _ in range(3):
+        seconds[0] += STORE_S
+        assert await texts.publish(lease, at, 1, "more ", replaces=False)
+    found = await texts.whole("a", "r")
+    assert found is not None
+    assert found.text == "one more more more "
