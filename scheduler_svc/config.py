@@ -170,7 +170,7 @@ class SchedulerConfig:
         unit="bytes",
         ge=1 << 20,
         le=1 << 40,
-        help="Events that are being written to those who watch runs, each held about four times; a"
+        help="Events that are being written to those who watch runs, each held about three times; a"
         " quarter per tenant. Those that find no room wait.",
     )
     decision_sample_ratio: float = setting(

@@ -57,20 +57,20 @@ def listed(stored: stored_pb2.StoredRun) -> runs_pb2.Run:
     return run
 
 
-def event_of(run_id: str, entry: stored_pb2.RunEntry) -> runs_pb2.RunEvent:
-    """A durable event."""
-    event = runs_pb2.RunEvent.FromString(entry.event)
+def set_event(event: runs_pb2.RunEvent, run_id: str, entry: stored_pb2.RunEntry) -> None:
+    """Makes a new event a durable one."""
+    event.MergeFromString(entry.event)
     event.sequence = entry.sequence
     event.run_id = run_id
-    return event
 
 
-def text_of(run_id: str, sequence: int, text: stored_pb2.LiveText) -> runs_pb2.RunEvent:
-    """Text of the running model call; ``sequence``: of the last durable event."""
-    event = runs_pb2.RunEvent(
-        sequence=sequence,
-        run_id=run_id,
-        partial_text=runs_pb2.PartialText(step=text.step, text=text.text, replaces=text.replaces),
-    )
+def set_text(
+    event: runs_pb2.RunEvent, run_id: str, sequence: int, text: stored_pb2.LiveText
+) -> None:
+    """Makes a new event text of the running model call; ``sequence``: of the last durable one."""
+    event.sequence = sequence
+    event.run_id = run_id
+    event.partial_text.step = text.step
+    event.partial_text.text = text.text
+    event.partial_text.replaces = text.replaces
     event.time.GetCurrentTime()
-    return event

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import grpc.aio
 
-from scheduler_svc.adapters.run_records import ENDED, event_of, text_of
+from scheduler_svc.adapters.run_records import ENDED, set_event, set_text
 from scheduler_svc.adapters.state_calls import answered, time_limit_s, told, unreachable
 from scheduler_svc.domain.slow_watchers import SlowWatchers
 from sluice import deadline
@@ -53,7 +53,10 @@ WINDOW_BYTES: Final = 64 << 10
 
 _AGAIN: Final = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.CANCELLED)
 
-Write = Callable[[runs_pb2.RunEvent], Awaitable[object]]
+Response = runs_pb2.RunAgentResponse | runs_pb2.WatchRunResponse
+"""What an event is written in; made at once, as a copy of an event of megabytes costs as much."""
+
+Write = Callable[[Any], Awaitable[object]]
 
 
 @dataclass(slots=True)
@@ -62,9 +65,21 @@ class _Place:
 
     tenant: str
     run_id: str
+    response: type[Response]
     sequence: int
     over: bool = False
     room: int = 0  # bytes that it has waited for
+
+    def told(self, message: stored_pb2.WatchRunResponse) -> Response:
+        """What the client is told; the watch has come so far then."""
+        response = self.response()
+        if message.HasField("text"):
+            set_text(response.event, self.run_id, self.sequence, message.text)
+        else:
+            set_event(response.event, self.run_id, message.entry)
+        self.sequence = response.event.sequence
+        self.over = response.event.HasField("ended")
+        return response
 
 
 class _NoRoomError(Exception):
@@ -110,19 +125,28 @@ class RunWatches:
         return self._room.held(tenant)
 
     async def forward(
-        self, tenant: str, run_id: str, first: int, write: Write, *, once: bool = False
+        self,
+        tenant: str,
+        run_id: str,
+        first: int,
+        response: type[Response],
+        write: Write,
+        *,
+        once: bool = False,
     ) -> None:
-        """Passes events on, from sequence number ``first`` (0 and 1: from the first) to the end of
-        the run; with ``once`` one event. Raises the state service's refusals (NOT_FOUND), at the
-        deadline DEADLINE_EXCEEDED, and what the docstring above says."""
-        place = _Place(tenant, run_id, max(first, 1) - 1)
+        """Passes events on, each in a ``response``, from sequence number ``first`` (0 and 1: from
+        the first) to the end of the run; with ``once`` one event. Raises the state service's
+        refusals (NOT_FOUND), at the deadline DEADLINE_EXCEEDED, and what the docstring above
+        says."""
+        place = _Place(tenant, run_id, response, max(first, 1) - 1)
         task = asyncio.current_task()
         assert task is not None
         self._enter(task, tenant, once=once)
         try:
             async with aclosing(self._events(place)) as events:
-                async for event in events:
-                    await self._write(event, write, tenant)
+                async for message in events:
+                    await self._write(message, write, tenant)
+                    del message  # here and below: not to be held until the next one comes
                     if once:
                         return
         except SluiceError as error:
@@ -181,10 +205,10 @@ class RunWatches:
         if not self._counts[tenant]:
             del self._counts[tenant]
 
-    async def _write(self, event: runs_pb2.RunEvent, write: Write, tenant: str) -> None:
+    async def _write(self, message: Response, write: Write, tenant: str) -> None:
         try:
             async with asyncio.timeout(self._write_limit_s):
-                await write(event)
+                await write(message)
         except TimeoutError:
             self.slow.ended(tenant, _now())
             raise SluiceError(
@@ -193,15 +217,16 @@ class RunWatches:
                 f"the client did not read for {self._write_limit_s:.0f} s",
             ) from None
 
-    async def _events(self, place: _Place) -> AsyncGenerator[runs_pb2.RunEvent, None]:
+    async def _events(self, place: _Place) -> AsyncGenerator[Response, None]:
         pause_s, loop = PAUSE_MIN_S, asyncio.get_running_loop()
         failing_s = loop.time()
         while not place.over:
             before, began_s, wanted = place.sequence, loop.time(), 0
             try:
                 async with aclosing(self._follow(place)) as events:
-                    async for event in events:
-                        yield event
+                    async for message in events:
+                        yield message
+                        del message
                 if not place.over:
                     place.over = await self._has_ended(place)
             except _NoRoomError as error:
@@ -226,26 +251,23 @@ class RunWatches:
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)
             await _pause(pause_s * random.uniform(0.5, 1.5))
 
-    async def _follow(self, place: _Place) -> AsyncGenerator[runs_pb2.RunEvent, None]:
+    async def _follow(self, place: _Place) -> AsyncGenerator[Response, None]:
         """One watch of the state service."""
         request = stored_pb2.WatchRunRequest(
             tenant=place.tenant, run_id=place.run_id, from_sequence=place.sequence + 1
         )
         call = self._stub.WatchRun(request, timeout=_left_s())
         with ending(call):
-            async for message in call:
-                is_text = message.HasField("text")
-                if not is_text and message.entry.sequence <= place.sequence:
+            # Not by the library's iterator: that holds the last message, while it is written and,
+            # as it and the call hold each other, long after the watch.
+            while (message := await call.read()) is not grpc.aio.EOF:
+                if not message.HasField("text") and message.entry.sequence <= place.sequence:
                     continue
                 with self._counted(place, message.ByteSize()):
-                    if is_text:
-                        event = text_of(place.run_id, place.sequence, message.text)
-                    else:
-                        event = event_of(place.run_id, message.entry)
+                    response = place.told(message)
                     del message  # it holds the event a second time
-                    place.sequence = event.sequence
-                    place.over = event.HasField("ended")
-                    yield event
+                    yield response
+                    del response
 
     @contextlib.contextmanager
     def _counted(self, place: _Place, size: int) -> Iterator[None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from scheduler_svc.adapters.identity import Identity
 from scheduler_svc.adapters.requests import check_page_token, check_uuid, page_size, request_id_of
 from scheduler_svc.adapters.run_records import ENDED, listed, run_id_of, shown
 from scheduler_svc.adapters.run_store import NewRun, RunStore
-from scheduler_svc.adapters.run_watch import RunWatches
+from scheduler_svc.adapters.run_watch import Response, RunWatches
 from scheduler_svc.adapters.serving import Caller, Serving
 from scheduler_svc.adapters.tenant import Tenant
 from scheduler_svc.domain.agent_gate import AgentMode, GateReason, Path, Verdict
@@ -86,11 +86,13 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
             await self._answer(request, caller, context, admitted.reason)
             return
         self._parts.link.nudge(caller.tenant.name, admitted)
-
-        async def write(event: runs_pb2.RunEvent) -> None:
-            await context.write(runs_pb2.RunAgentResponse(event=event))
-
-        await self._watch(caller.tenant, admitted, 1, write, once=request.background)
+        await self._watch(
+            context,
+            runs_pb2.RunAgentResponse,
+            caller.tenant,
+            admitted,
+            once=request.background,
+        )
 
     async def _admitted(self, request: runs_pb2.RunAgentRequest, caller: Caller) -> str | Verdict:
         """The run that was stored, or what says that the request is answered directly. Raises typed
@@ -186,17 +188,18 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def _watch(
         self,
+        context: Context,
+        response: type[Response],
         tenant: Tenant,
         run_id: str,
-        first: int,
-        write: Callable[[runs_pb2.RunEvent], Awaitable[object]],
+        first: int = 1,
         *,
         once: bool = False,
     ) -> None:
         watches = self._parts.watches
         assert watches is not None
         try:
-            await watches.forward(tenant.name, run_id, first, write, once=once)
+            await watches.forward(tenant.name, run_id, first, response, context.write, once=once)
         except SluiceError as error:
             self._parts.count_limit(error)
             raise
@@ -208,11 +211,13 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         tenant = self._parts.identity.tenant(context)
         check_uuid(request.run_id, "run_id")
         self._store()
-
-        async def write(event: runs_pb2.RunEvent) -> None:
-            await context.write(runs_pb2.WatchRunResponse(event=event))
-
-        await self._watch(tenant, request.run_id.lower(), request.from_sequence, write)
+        await self._watch(
+            context,
+            runs_pb2.WatchRunResponse,
+            tenant,
+            request.run_id.lower(),
+            request.from_sequence,
+        )
 
     async def GetRun(
         self, request: runs_pb2.GetRunRequest, context: Context
