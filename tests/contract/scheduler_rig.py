@@ -234,6 +234,8 @@ async def scheduler_rig(
     await public.start()
     client = open_channel(f"127.0.0.1:{public.ports[0]}")
     rig.stub = scheduler_pb2_grpc.SchedulerServiceStub(client)
+    # A first attempt to connect has 0.1 s; on a busy machine that may be too little.
+    await asyncio.gather(channel.channel_ready(), client.channel_ready())
     try:
         yield rig
     finally:
