@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from agent_svc.adapters.held_run import HeldRun, persistently
 from agent_svc.domain.ending import Bounds, Finish, Pause
 from agent_svc.domain.history import History
-from agent_svc.domain.model import End, Ended, Event, Kind, Message, Waiting
+from agent_svc.domain.model import CallStarted, End, Ended, Event, Kind, Message, Waiting
 from agent_svc.run_ports import Append, Phase, Runs, Spec, Summary
 from sluice.errors import SluiceError
 from sluice.fault_points import fault_point
@@ -110,21 +111,26 @@ class Journal:
         return None
 
     async def give_up(self, ended: Ended) -> Ended:
-        """For good, although the store refused what was added: with as much of it as it takes."""
+        """For good, although the store refused what was added: with as much of it as it takes. A
+        call whose beginning it refused was not made, so nothing says that it began."""
         try:
             await self._complete()
         except SluiceError as refusal:
             if refusal.reason == "LEASE_LOST":
                 raise
-        kept = [event for event in self._waiting if not isinstance(event.kind, Ended)]
+        kept = [event for event in self._waiting if not isinstance(event.kind, Ended | CallStarted)]
         self._held.leaving = True
-        for events in (kept, []):
-            sequence = self._stored + len(events) + 1
-            end = Event(sequence, self.now_s(), ended)
+        for some in (kept, []):
+            events = [
+                replace(event, sequence=number)
+                for number, event in enumerate(
+                    (*some, Event(0, self.now_s(), ended)), self._stored + 1
+                )
+            ]
             try:
-                await self._append(self._made((*events, end), _PHASES[ended.end], ended=ended))
+                await self._append(self._made(tuple(events), _PHASES[ended.end], ended=ended))
             except SluiceError as refusal:
-                if not events or refusal.reason == "LEASE_LOST":
+                if not some or refusal.reason == "LEASE_LOST":
                     raise
             else:
                 break
