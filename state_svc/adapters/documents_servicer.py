@@ -6,8 +6,7 @@ import asyncio
 import base64
 import binascii
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -16,29 +15,14 @@ from numpy.typing import NDArray
 
 from sluice import deadline
 from sluice.errors import (
-    Code,
     SluiceError,
-    exhausted,
-    failed_precondition,
     invalid,
-    not_found,
-    unavailable,
 )
 from sluice.state.v1 import documents_pb2, documents_pb2_grpc
-from state_svc.adapters.matrix_index import BUSY_RETRY_S
-from state_svc.adapters.store_errors import store_errors
+from state_svc.adapters.document_errors import document_errors, unknown, unknown_collection
 from state_svc.document_ports import (
-    ChunksMissingError,
-    CollectionUnknownError,
-    DocumentDeletedError,
     DocumentStore,
-    GenerationReplacedError,
-    IndexLoadingError,
-    IndexTooLargeError,
-    RequestIdReusedError,
-    SearchBusyError,
     SearchIndex,
-    VectorLengthError,
 )
 from state_svc.domain.documents import (
     VECTOR_BYTES,
@@ -98,7 +82,7 @@ class DocumentServicer(documents_pb2_grpc.DocumentServiceServicer):
         labels = _checked_labels(request.labels)
         digest = await asyncio.to_thread(_digest, request, labels)
         draft = Draft(request.content, request.media_type, labels, digest)
-        with _document_errors():
+        with document_errors():
             state = await self._store.put(
                 request.tenant, request.collection, request.document_id, draft, request.request_id
             )
@@ -109,10 +93,10 @@ class DocumentServicer(documents_pb2_grpc.DocumentServiceServicer):
     ) -> documents_pb2.GetDocumentResponse:
         """Reads a document."""
         _check_place(request)
-        with _document_errors():
+        with document_errors():
             found = await self._store.get(request.tenant, request.collection, request.document_id)
         if found is None:
-            raise _unknown()
+            raise unknown()
         return documents_pb2.GetDocumentResponse(
             document=_document(request.collection, found[0]),
             content=found[1] if request.with_content else b"",
@@ -127,12 +111,12 @@ class DocumentServicer(documents_pb2_grpc.DocumentServiceServicer):
         if not 1 <= request.page_size <= PAGE_MAX:
             raise invalid("page_size", f"must be 1 to {PAGE_MAX}")
         after = _from_token(request.page_token)
-        with _document_errors():
+        with document_errors():
             states, last = await self._store.list(
                 request.tenant, request.collection, after, request.page_size
             )
         if not states and not last and not after:
-            raise _unknown_collection()
+            raise unknown_collection()
         return documents_pb2.ListDocumentsResponse(
             documents=[_document(request.collection, state) for state in states],
             next_page_token=_to_token(last),
@@ -143,11 +127,11 @@ class DocumentServicer(documents_pb2_grpc.DocumentServiceServicer):
     ) -> documents_pb2.DeleteDocumentResponse:
         """Deletes a document."""
         _check_place(request)
-        with _document_errors():
+        with document_errors():
             if not await self._store.delete(
                 request.tenant, request.collection, request.document_id
             ):
-                raise _unknown()
+                raise unknown()
         return documents_pb2.DeleteDocumentResponse()
 
     async def ListCollections(
@@ -158,7 +142,7 @@ class DocumentServicer(documents_pb2_grpc.DocumentServiceServicer):
         if not 1 <= request.page_size <= PAGE_MAX:
             raise invalid("page_size", f"must be 1 to {PAGE_MAX}")
         after = _from_token(request.page_token)
-        with _document_errors():
+        with document_errors():
             states, last = await self._store.collections(request.tenant, after, request.page_size)
         return documents_pb2.ListCollectionsResponse(
             collections=map(_collection, states), next_page_token=_to_token(last)
@@ -173,7 +157,7 @@ class DocumentServicer(documents_pb2_grpc.DocumentServiceServicer):
         check_tenant(request.tenant, "tenant")
         check_collection(request.collection, "collection")
         told = _from_token(request.page_token)
-        with _document_errors():
+        with document_errors():
             if told:
                 until, after = _progress(told)
             else:
@@ -182,7 +166,7 @@ class DocumentServicer(documents_pb2_grpc.DocumentServiceServicer):
                 request.tenant, request.collection, after, DELETE_MAX
             )
             if not states and not last and not told:
-                raise _unknown_collection()
+                raise unknown_collection()
             deleted, end_s = 0, asyncio.get_running_loop().time() + DELETE_S
             for state in states:
                 deleted += await self._store.delete(
@@ -204,7 +188,7 @@ class DocumentServicer(documents_pb2_grpc.DocumentServiceServicer):
         if request.complete and request.chunk_count > DOCUMENT_CHUNKS_MAX:
             raise invalid("chunk_count", f"at most {DOCUMENT_CHUNKS_MAX}")
         chunks = await asyncio.to_thread(_new_chunks, request.chunks)
-        with _document_errors():
+        with document_errors():
             state = await self._store.store(
                 request.tenant,
                 request.collection,
@@ -221,7 +205,7 @@ class DocumentServicer(documents_pb2_grpc.DocumentServiceServicer):
     ) -> documents_pb2.AbandonGenerationResponse:
         """Gives a generation up."""
         _check_place(request)
-        with _document_errors():
+        with document_errors():
             await self._store.abandon(
                 request.tenant, request.collection, request.document_id, request.generation
             )
@@ -232,7 +216,7 @@ class DocumentServicer(documents_pb2_grpc.DocumentServiceServicer):
     ) -> documents_pb2.SearchChunksResponse:
         """Searches."""
         query = _checked_query(request)
-        with _document_errors():
+        with document_errors():
             for attempt in range(1, ATTEMPTS_MAX + 1):
                 matches = await self._index.search(
                     request.tenant, request.collection, query, self._wait_s()
@@ -256,52 +240,6 @@ class DocumentServicer(documents_pb2_grpc.DocumentServiceServicer):
             return self._wait_s_max
         remaining = ends.remaining(asyncio.get_running_loop().time())
         return min(max(remaining - ANSWER_S, 0.0), self._wait_s_max)
-
-
-@contextmanager
-def _document_errors() -> Iterator[None]:
-    """Maps what stores and index raise to what a caller sees."""
-    try:
-        with store_errors():
-            yield
-    except GenerationReplacedError as error:
-        raise SluiceError(
-            Code.ABORTED,
-            "GENERATION_REPLACED",
-            "There is a later generation, or the document is gone.",
-        ) from error
-    except CollectionUnknownError as error:
-        raise _unknown_collection() from error
-    except RequestIdReusedError as error:
-        raise invalid("request_id", "was used for another document or content") from error
-    except DocumentDeletedError as error:
-        raise not_found(
-            "DOCUMENT_UNKNOWN", "The document of this request was deleted since."
-        ) from error
-    except ChunksMissingError as error:
-        raise failed_precondition(
-            "CHUNKS_MISSING", "The generation has not the chunks that it is said to have."
-        ) from error
-    except VectorLengthError as error:
-        raise invalid("vector", f"the collection's vectors have {error.dims} dimensions") from error
-    except IndexLoadingError as error:
-        raise unavailable(
-            "INDEX_LOADING", "The collection is being read; ask again.", error.retry_after_s
-        ) from error
-    except IndexTooLargeError as error:
-        raise failed_precondition(
-            "INDEX_TOO_LARGE", "The collection is larger than the memory for searches."
-        ) from error
-    except SearchBusyError as error:
-        raise exhausted("SEARCH_BUSY", "Too many searches are running.", BUSY_RETRY_S) from error
-
-
-def _unknown() -> SluiceError:
-    return not_found("DOCUMENT_UNKNOWN", "There is no such document.")
-
-
-def _unknown_collection() -> SluiceError:
-    return not_found("COLLECTION_UNKNOWN", "There is no such collection: nothing is in it.")
 
 
 def _check_place(request: Any) -> None:
