@@ -10,10 +10,11 @@ follower its own slow poll.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Final
 
+from redis.exceptions import ConnectionError as LostError
 from redis.exceptions import RedisError
 
 from state_svc.adapters.inbox import Inbox
@@ -29,6 +30,16 @@ ANYTHING_READY: Final = Order("", "")
 
 Listener = Callable[[bytes | None], None]
 """Takes a message, or None: some may have been missed. Never blocks, never raises."""
+
+
+@contextmanager
+def _on_shared() -> Iterator[None]:
+    """A call on a connection that another task may drop meanwhile. Under a timeout redis-py writes
+    in a task of its own, which then finds the writer gone and says AttributeError."""
+    try:
+        yield
+    except AttributeError as error:
+        raise LostError("The connection was dropped.") from error
 
 
 class Channels:
@@ -66,15 +77,17 @@ class Channels:
             await connection.connect()
             self._connection = connection
             if self._listeners:
-                await connection.send_command("SUBSCRIBE", *self._listeners)
+                with _on_shared():
+                    await connection.send_command("SUBSCRIBE", *self._listeners)
             loop = asyncio.get_running_loop()
             heard = loop.time()
             while loop.time() - heard < SILENT_S:
-                message = await connection.read_response(timeout=PING_S)
-                if message is None:
-                    # Without a subscription the answer is a plain PONG.
-                    await connection.send_command("PING", check_health=False)
-                    continue
+                with _on_shared():
+                    message = await connection.read_response(timeout=PING_S)
+                    if message is None:
+                        # Without a subscription the answer is a plain PONG.
+                        await connection.send_command("PING", check_health=False)
+                        continue
                 heard = loop.time()
                 if isinstance(message, list):
                     self._pass_on(message)
@@ -94,7 +107,7 @@ class Channels:
         """Without a connection there is nothing to say: the next one begins with all channels."""
         connection = self._connection
         if connection is not None and connection.is_connected:
-            with suppress(RedisError, OSError, TimeoutError):
+            with suppress(RedisError, OSError, TimeoutError), _on_shared():
                 await connection.send_command(command, channel, check_health=False)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from state_svc.adapters.run_watch import POLL_S, Entry, RunWatch, WatchParts, Words, watch_room
-from state_svc.adapters.valkey_feed import ANYTHING_READY, ValkeyFeed
+from state_svc.adapters.valkey_feed import ANYTHING_READY, Channels, ValkeyFeed
 from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.adapters.valkey_runs import ValkeyRuns
 from state_svc.adapters.valkey_text import ValkeyTexts
@@ -109,6 +109,50 @@ async def test_a_lost_connection_is_found_again_with_what_was_missed(world: Worl
         while heard == ANYTHING_READY:
             heard = await soon(orders)
         assert heard == Order("a", world.held.run.run_id, "h")
+
+
+async def test_a_connection_dropped_under_a_subscription_is_a_lost_one(world: World) -> None:
+    seen = world.follow()
+    assert await soon(seen) == Entry(1, b"queued")
+    async with asyncio.timeout(SOON_S):
+        while world.feed._durable._connection is None:
+            await asyncio.sleep(0.01)
+
+    async def first_order() -> Order:
+        async with world.feed.orders() as orders:
+            order: Order = await soon(orders)
+            return order
+
+    hearing = asyncio.create_task(first_order())
+    await asyncio.sleep(0)  # what it writes is a task of its own, which has not begun
+    await world.feed._durable._connection.disconnect(nowait=True)
+    assert await hearing == ANYTHING_READY
+    await world.append(1)
+    assert await soon(seen) == Entry(2, b"event")
+
+
+async def test_a_connection_dropped_under_a_ping_is_followed_by_the_next() -> None:
+    class Dropped:
+        async def connect(self) -> None: ...
+
+        async def read_response(self, timeout: float) -> None: ...
+
+        async def send_command(self, *_: object, check_health: bool) -> None:
+            raise AttributeError  # as redis-py, whose writer is gone
+
+        async def disconnect(self, nowait: bool) -> None:
+            made.put_nowait(self)
+
+    class Link:
+        def own_connection(self) -> Dropped:
+            return Dropped()
+
+    made: asyncio.Queue[Dropped] = asyncio.Queue()
+    running = asyncio.create_task(Channels(cast("ValkeyLink", Link())).run())
+    async with asyncio.timeout(SOON_S):
+        assert await made.get() is not await made.get()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_who_stops_following_leaves_no_subscription(world: World) -> None:
