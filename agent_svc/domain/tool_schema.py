@@ -24,7 +24,6 @@ DEPTH_MAX: Final = 32
 ITEMS_MAX: Final = 64  # a count above is not written into the grammar
 NUMBER_ABS_MAX: Final = 10**9  # likewise of an integer's bounds
 ANYTHING: Final[Schema] = {"type": "object", "additionalProperties": True}
-TEXT: Final[Schema] = {"type": "string"}
 
 
 def reply_schema(tools: Sequence[ToolInfo], *, answer: Schema | None, calls_max: int) -> str:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 PRESETS = Path(__file__).with_name("kinds.toml")
-DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
