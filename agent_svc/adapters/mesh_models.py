@@ -220,7 +220,9 @@ async def _stream(
     call = scheduler.stub.GenerateStep(message, timeout=limit_s + MARGIN_S, metadata=_metadata())
     with ending(call):
         try:
-            async for piece in call:
+            # Not by the library's iterator: that and the call hold each other and the last message
+            # until a full garbage collection, after each step.
+            while (piece := await call.read()) is not grpc.aio.EOF:
                 event = piece.response.WhichOneof("event")
                 if event == "delta" and piece.response.delta.text:
                     yield piece.response.delta.text

@@ -333,10 +333,13 @@ def _check_decision(request: runs_pb2.ResumeRunRequest) -> None:
     if not request.step:
         raise invalid("step", "must be the step that waits, from the event `waiting`")
     if request.decision not in _DECISIONS:
-        raise invalid("decision", "must be a known decision")
+        names = ", ".join(map(runs_pb2.ResumeDecision.Name, sorted(_DECISIONS)))
+        raise invalid("decision", f"must be one of {names}")
     if len(request.result_json.encode()) > RESULT_BYTES_MAX // 2:
         raise invalid("result_json", f"at most {RESULT_BYTES_MAX // 2} bytes")
     supplies = request.decision == runs_pb2.RESUME_DECISION_SUPPLY_RESULT
+    if supplies and not request.result_json:
+        raise invalid("result_json", "is missing: SUPPLY_RESULT needs the result, as JSON")
     if supplies:
         run_request.parsed(request.result_json, "result_json", RESULT_BYTES_MAX // 2)
     elif request.result_json:

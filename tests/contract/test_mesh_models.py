@@ -1,11 +1,13 @@
 """Model calls of runs over a scheduler's mesh API, which the test plays.
 
-Oracle: what the schedulers got, and agent_svc/run_ports.py.
+Oracle: what the schedulers got, and agent_svc/run_ports.py. Seen to fail on the mutant
+step_by_the_librarys_iterator.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -246,6 +248,25 @@ async def test_closing_a_call_ends_it_at_the_scheduler() -> None:
         async with asyncio.timeout(1):
             while played.open_calls:
                 await asyncio.sleep(0.01)
+
+
+async def test_nothing_of_a_finished_call_is_held() -> None:
+    """Mutant step_by_the_librarys_iterator: each call keeps its last message until a full garbage
+    collection."""
+    async with schedulers(Played()) as (models, (played,)):
+        model = models.of_run(LEASE, spec(), "r")
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                await generate(model)
+            await asyncio.sleep(0.1)  # the generators that were let go are closed by the loop
+            kind = mesh_pb2.GenerateStepResponse
+            held = [one for one in gc.get_objects() if type(one) is kind]
+        finally:
+            gc.enable()
+    assert len(played.steps) == 3
+    assert held == []
 
 
 async def test_vectors_come_as_little_endian_floats() -> None:

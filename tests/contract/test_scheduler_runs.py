@@ -593,6 +593,18 @@ async def test_a_wrong_decision_is_named(rig: Rig, fields: dict[str, Any], field
     assert not rig.runs.calls
 
 
+async def test_what_a_decision_lacks_is_told(rig: Rig) -> None:
+    base: dict[str, Any] = {"run_id": fresh(), "step": 1}
+    error = await rig.refused("ResumeRun", runs_pb2.ResumeRunRequest(**base))
+    assert error.fields[0].description == (
+        "must be one of RESUME_DECISION_RETRY, RESUME_DECISION_SKIP,"
+        " RESUME_DECISION_SUPPLY_RESULT, RESUME_DECISION_CANCEL"
+    )
+    base["decision"] = runs_pb2.RESUME_DECISION_SUPPLY_RESULT
+    error = await rig.refused("ResumeRun", runs_pb2.ResumeRunRequest(**base))
+    assert error.fields[0].description.startswith("is missing: ")
+
+
 async def test_another_tenants_run_is_like_an_unknown_one(rig: Rig) -> None:
     """Mutant run_is_everybodys."""
     run = await stored(rig)
