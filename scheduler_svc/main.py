@@ -193,7 +193,6 @@ class Parts:
         )
         self.meshed = MeshApi(
             serving,
-            self.tenants,
             credentials,
             CredentialVerifier(config.keys_dir / PUBLIC_FOLDER),
             RunRights(channel, self.tenants),

@@ -207,7 +207,8 @@ ADMIN: Final[Mapping[str, Reason]] = {
         _DOWN,
         "mesh",
         "The state service does not answer. To a request: it has not told its keys since this"
-        " scheduler started, and the key is none of the tenants file's.",
+        " scheduler started, and the key is none of the tenants file's. To a run's model call: this"
+        " scheduler does not know the run's tenant yet.",
         delay=True,
     ),
     "STORE_UNAVAILABLE": _reason(_DOWN, "mesh", "The store does not answer."),

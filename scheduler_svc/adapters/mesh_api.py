@@ -18,7 +18,6 @@ from scheduler_svc.adapters import translate
 from scheduler_svc.adapters.identity import remaining_s
 from scheduler_svc.adapters.run_rights import RunRights
 from scheduler_svc.adapters.serving import Caller, RunOf, Serving
-from scheduler_svc.adapters.tenants import Tenants
 from sluice.errors import SluiceError, deadline_exceeded
 from sluice.run_credentials import CredentialSigner, CredentialVerifier
 from sluice.scheduler.v1 import generate_pb2, mesh_pb2, mesh_pb2_grpc
@@ -36,7 +35,6 @@ class MeshApi(mesh_pb2_grpc.SchedulerMeshServiceServicer):
     def __init__(
         self,
         serving: Serving,
-        tenants: Tenants,
         signer: CredentialSigner,
         verifier: CredentialVerifier,
         rights: RunRights,
@@ -44,7 +42,6 @@ class MeshApi(mesh_pb2_grpc.SchedulerMeshServiceServicer):
     ) -> None:
         """``clock``: Unix time."""
         self._serving = serving
-        self._tenants = tenants
         self._signer = signer
         self._verifier = verifier
         self._rights = rights
@@ -58,7 +55,7 @@ class MeshApi(mesh_pb2_grpc.SchedulerMeshServiceServicer):
         if request.HasField("remaining"):
             run_s = request.remaining.seconds + request.remaining.nanos / 1e9
             left_s = run_s if left_s is None else min(run_s, left_s)
-        caller = self._caller(request, left_s)
+        caller = await self._caller(request, left_s)
         await self._serving.stream(
             request.request, caller, context, _as_step, flush_min_s=FLUSH_MIN_S
         )
@@ -67,7 +64,7 @@ class MeshApi(mesh_pb2_grpc.SchedulerMeshServiceServicer):
         self, request: mesh_pb2.EmbedStepRequest, context: Context
     ) -> mesh_pb2.EmbedStepResponse:
         """See mesh.proto."""
-        caller = self._caller(request, remaining_s(context))
+        caller = await self._caller(request, remaining_s(context))
         return mesh_pb2.EmbedStepResponse(
             response=await self._serving.embed(request.request, caller)
         )
@@ -82,10 +79,10 @@ class MeshApi(mesh_pb2_grpc.SchedulerMeshServiceServicer):
         fresh = self._signer.renew(old, now_unix_s=now)
         return mesh_pb2.RenewRunCredentialResponse(credential=fresh)
 
-    def _caller(self, request: Step, left_s: float | None) -> Caller:
+    async def _caller(self, request: Step, left_s: float | None) -> Caller:
         try:
             run = self._verifier.verify(request.credential, now_unix_s=self._clock())
-            tenant = self._tenants.of_run(run.tenant)
+            tenant = await self._rights.tenant_of(run.tenant, run.run_id)
             identifier = translate.request_id(request.request.request_id, None)
             wanted = translate.priority_class(request.request.priority_class)
             own = translate.priority_class(run.priority_class)

@@ -95,18 +95,6 @@ class Tenants:
         """The file as last read."""
         return self._seed
 
-    def of_run(self, name: str) -> Tenant:
-        """The tenant of a run. Raises PERMISSION_DENIED when it is gone, or UNAVAILABLE before the
-        state service has told."""
-        tenant = self._tenants.get(name)
-        if tenant is not None:
-            return tenant
-        if self._awaits_state and not self._told:
-            raise unavailable(
-                "STATE_UNREACHABLE", "the state service has not told its tenants yet", RETRY_AFTER_S
-            )
-        raise permission_denied("RUN_NOT_PERMITTED", "the tenant of the run is gone")
-
     def named(self, name: str) -> Tenant | None:
         """The tenant of that name."""
         return self._tenants.get(name)

@@ -1,8 +1,10 @@
-"""Renewal of run credentials, with a scripted state service.
+"""Runs' credentials at a scheduler's mesh port, with a scripted state service.
 
 Goal: a run that goes on keeps its credential however long it waited; one that has ended, whose
-tenant is gone or may not have such runs any more, does not. Oracle: reasons, and the rights of what
-comes back.
+tenant is gone or may not have such runs any more, does not. A scheduler that has not heard of a
+tenant yet ends none of its runs. Oracle: reasons, and the rights of what comes back.
+
+Seen to fail on mutants: tenant_not_known_yet_is_gone, tenant_gone_is_waited_for.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ import pytest_asyncio
 
 from scheduler_svc.adapters.mesh_api import MeshApi
 from scheduler_svc.adapters.run_rights import RunRights
+from scheduler_svc.adapters.tenant import Tenant
 from scheduler_svc.adapters.tenants import Tenants
+from scheduler_svc.domain.model import PriorityClass
 from sluice.channels import open_channel
 from sluice.common.v1 import policy_pb2
 from sluice.errors import Code, SluiceError
 from sluice.grants import PUBLIC_FOLDER, GrantSigner, ensure_keys
 from sluice.run_credentials import CREDENTIAL_TTL_S, CredentialSigner, CredentialVerifier
-from sluice.scheduler.v1 import mesh_pb2, mesh_pb2_grpc, runs_pb2, spec_pb2
+from sluice.scheduler.v1 import generate_pb2, mesh_pb2, mesh_pb2_grpc, runs_pb2, spec_pb2
 from sluice.server import Health, MeshServer
 from sluice.state.v1 import runs_pb2 as stored_pb2
 from sluice.state.v1 import runs_pb2_grpc
@@ -54,6 +58,9 @@ class Mesh:
 
     def __init__(self, folder: Path) -> None:
         ensure_keys(folder)
+        file = folder / "tenants.toml"
+        file.write_text(TENANTS)
+        self.tenants = Tenants(file, awaits_state=True)
         self.runs = FakeRuns()  # type: ignore[abstract]  # what agents call is not needed
         self.signer = CredentialSigner(GrantSigner.load(folder, "scheduler-1"))
         self.verifier = CredentialVerifier(folder / PUBLIC_FOLDER)
@@ -97,20 +104,43 @@ class Mesh:
             await self.renew(credential)
         return from_rpc_error(caught.value)
 
+    async def all_refused(self, credential: mesh_pb2.SignedRunCredential) -> SluiceError:
+        """The same error of a renewal and of both kinds of step."""
+        asked = generate_pb2.GenerateRequest(prompt="x")
+        generate = mesh_pb2.GenerateStepRequest(credential=credential, request=asked)
+        embed = mesh_pb2.EmbedStepRequest(
+            credential=credential, request=generate_pb2.EmbedRequest(texts=["x"])
+        )
+        error = await self.refused(credential)
+        for call in (
+            self.stub.GenerateStep(generate, timeout=5).read(),
+            self.stub.EmbedStep(embed, timeout=5),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            one = from_rpc_error(caught.value)
+            assert (one.code, one.reason) == (error.code, error.reason)
+            assert one.retry_after_s == error.retry_after_s
+        return error
+
+
+class Refusals:
+    """What the mesh port needs of serving when it lets nothing through."""
+
+    def refused(self, *_: Any) -> None:
+        """Counts."""
+
 
 @pytest_asyncio.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     made = Mesh(tmp_path)
-    file = tmp_path / "tenants.toml"
-    file.write_text(TENANTS)
-    tenants = Tenants(file)
     state = MeshServer("state", ["127.0.0.1:0"], Health())
     runs_pb2_grpc.add_RunServiceServicer_to_server(made.runs, state.grpc)
     await state.start()
     server = MeshServer("scheduler-mesh", ["127.0.0.1:0"], Health())
     async with open_channel(f"127.0.0.1:{state.ports[0]}") as channel:
         api = MeshApi(
-            cast("Any", None), tenants, made.signer, made.verifier, RunRights(channel, tenants)
+            cast("Any", Refusals()), made.signer, made.verifier, RunRights(channel, made.tenants)
         )
         mesh_pb2_grpc.add_SchedulerMeshServiceServicer_to_server(api, server.grpc)
         await server.start()
@@ -169,7 +199,6 @@ INGEST = SPEC(ingest=spec_pb2.IngestTask(collection="c"))
         ("silent", None, True),
         ("silent", TURN, False),
         ("silent", BOTH, False),
-        ("gone", INGEST, False),
     ],
 )
 async def test_the_tenant_must_still_have_the_right(
@@ -181,6 +210,37 @@ async def test_the_tenant_must_still_have_the_right(
         return
     error = await mesh.refused(credential)
     assert (error.code, error.reason) == (Code.PERMISSION_DENIED, "RUN_NOT_PERMITTED")
+
+
+@pytest.mark.parametrize("age_s", [0.0, CREDENTIAL_TTL_S / 2])
+async def test_a_tenant_that_is_not_known_yet_is_waited_for(mesh: Mesh, age_s: float) -> None:
+    """Another scheduler made it, and what this one follows is behind, for however long."""
+    mesh.tenants.replace([], [])
+    credential = mesh.stored("new", INGEST, age_s=age_s)
+    error = await mesh.all_refused(credential)
+    assert (error.code, error.reason) == (Code.UNAVAILABLE, "STATE_UNREACHABLE")
+    assert error.retry_after_s == 1.0
+    of_class = PriorityClass.STANDARD
+    mesh.tenants.change([Tenant(name="new", ceiling=of_class, default_class=of_class)])
+    assert (await mesh.renew(credential)).payload
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_the_runs_of_a_tenant_that_is_gone_are_refused_for_good(
+    mesh: Mesh, told: bool
+) -> None:
+    if told:
+        mesh.tenants.replace([], [])
+    credential = mesh.stored("gone")
+    mesh.runs.runs.clear()  # they go with it
+    error = await mesh.all_refused(credential)
+    assert (error.code, error.reason) == (Code.PERMISSION_DENIED, "RUN_NOT_PERMITTED")
+
+
+async def test_whether_a_tenant_is_gone_is_not_said_while_nobody_knows(mesh: Mesh) -> None:
+    credential = mesh.stored("new")
+    mesh.runs.away = True
+    assert (await mesh.all_refused(credential)).code is Code.UNAVAILABLE
 
 
 async def test_what_was_not_signed_is_not_looked_for(mesh: Mesh) -> None:

@@ -58,6 +58,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
         yield made
 
 
+RUN_ID = "00000000-0000-4000-8000-000000000001"
+
+
 def credential(
     running: Mesh,
     tenant: str = "dev",
@@ -69,7 +72,7 @@ def credential(
     """As a scheduler of this deployment signs it."""
     signer = CredentialSigner(GrantSigner.load(running.runtime / "keys", "test"))
     return signer.sign(
-        run_id="run-1",
+        run_id=RUN_ID,
         tenant=tenant,
         priority_class=of_class,
         models=models,
@@ -173,7 +176,7 @@ async def test_identity_class_and_model_are_the_credentials(
         await steps.generate(low, priority_class=wanted, request_id=request_id)
         record = await recorded(client, request_id)
         assert (record.tenant, record.model, record.priority_class) == ("dev", "sim", BATCH)
-        assert (record.run_id, record.step) == ("run-1", 3)
+        assert (record.run_id, record.step) == (RUN_ID, 3)
     request_id = fresh_id("step")
     await steps.generate(priority_class=BATCH, request_id=request_id)
     assert (await recorded(client, request_id)).priority_class == BATCH
