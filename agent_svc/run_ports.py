@@ -330,9 +330,11 @@ class GrantedTools(Protocol):
     """The tools that a run may call, and the only way to call one: what was not granted is
     refused, whatever the model wrote."""
 
-    async def infos(self) -> Sequence[ToolInfo]:
+    async def infos(self, *, begun: bool = False) -> Sequence[ToolInfo]:
         """What the model and the rules know of them now, in the order in which they were named.
-        One that does not exist any more is not among them."""
+        ``begun``: whether the model was asked already; then one that the tenant may no longer use
+        is not among them. Raises SluiceError UNAVAILABLE where one cannot be had, or none may be
+        used."""
 
     async def call(
         self, name: str, arguments_json: str, context: ToolContext, *, approved: bool = False

@@ -160,12 +160,13 @@ class TaskRun:
     async def _resolve_tools(self) -> Pause | Finish | None:
         """Looks the tools up; what follows when that cannot be done now. A run does not go on
         without a tool that it was granted, but it ends all the same."""
-        if not self._work.tools or self._is_over():
+        journal = self._journal
+        if not self._work.tools or self._is_over() or journal.history.answered:
             return None
         try:
-            self._infos = await self._world.tools.infos()
+            begun = journal.history.last_step is not None
+            self._infos = await self._world.tools.infos(begun=begun)
         except SluiceError as error:
-            journal = self._journal
             now_s = journal.now_s()
             if self._held.cancelled:
                 return cancelled(journal.bounds, journal.history)

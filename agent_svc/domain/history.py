@@ -90,6 +90,12 @@ class History:
         """Calls that were asked for and have not ended, in their order."""
         return [call for call in self.calls if not call.ended]
 
+    @property
+    def answered(self) -> bool:
+        """Whether the last model call gave the answer."""
+        last = self.last_step
+        return last is not None and not last.problem and not last.message.tool_calls
+
     def spent_s(self, create_s: float, now_s: float) -> float:
         """Seconds since the run was made, without those that it waited for people."""
         waiting_s = now_s - self._waiting_since_s if self.waiting is not None else 0.0

@@ -136,7 +136,7 @@ def _after_calls(
     task: Task, bounds: Bounds, history: History, now_s: float, rules: Rules
 ) -> Action:
     last, budget = history.last_step, bounds.budget
-    if last is not None and not last.problem and not last.message.tool_calls:
+    if last is not None and history.answered:
         return succeeded(bounds, history, last.message.content, truncated=last.cut_off)
     if last is not None and history.wrong_in_row >= rules.wrong_calls_max:
         text = f"The model wrote what cannot be used {history.wrong_in_row} times in a row."

@@ -21,6 +21,7 @@ from typing import Any
 import grpc.aio
 import pytest
 import pytest_asyncio
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import ParseDict
 
 from sluice.agent.v1 import tools_pb2
@@ -28,7 +29,7 @@ from sluice.channels import ending, open_channel
 from sluice.scheduler.v1 import admin_pb2, runs_pb2
 from sluice.state.v1 import values_pb2
 from sluice.state.v1.values_pb2_grpc import BlobServiceStub
-from sluice.status import from_rpc_error
+from sluice.status import from_rpc_error, from_status
 from tests.hermetic.admin_client import AdminClient, refused
 from tests.hermetic.mesh import Mesh, Shape, mesh
 from tests.hermetic.mesh_client import MeshClient, client_of, eventually
@@ -140,12 +141,14 @@ async def client(running: Mesh) -> AsyncIterator[MeshClient]:
 
 
 async def run(
-    running: Mesh, client: MeshClient, granted: list[str], *replies: object
+    running: Mesh, client: MeshClient, granted: list[str], *replies: object, **fields: Any
 ) -> list[runs_pb2.RunEvent]:
-    """The events of a run whose model writes these replies."""
+    """The events of a run whose model writes these replies. ``fields``: of the request."""
     marker = f"task-{uuid.uuid4().hex}"
     await asyncio.to_thread(running.faults, {"marker": marker, "replies": list(replies)})
-    asked = runs_pb2.RunAgentRequest(task=marker, tools=granted, request_id=str(uuid.uuid4()))
+    asked = runs_pb2.RunAgentRequest(
+        task=marker, tools=granted, request_id=str(uuid.uuid4()), **fields
+    )
     for _ in range(50):  # a scheduler looks for agent services once a second
         call = client.stub.RunAgent(asked, timeout=30.0, metadata=client.metadata)
         try:
@@ -331,6 +334,12 @@ async def test_a_registered_tool_is_its_tenants_and_reaches_nothing_of_the_machi
         (first,) = ends(events)
         assert json.loads(first.result_json) == {"result": 42}
         assert len(outside.server.asked) == before
-        # The same name in another tenant's list stands for nothing.
-        events = await run(running, other, ["sums"], wanted("sums", expression="1"), "no tools")
-        assert ends(events) == []
+        # The same name in another tenant's list stands for nothing: the model is not asked.
+        replies = [wanted("sums", expression="1"), "no tools"]
+        budget = runs_pb2.RunBudget(wall_time_max=Duration(seconds=3))
+        events = await run(running, other, ["sums"], *replies, budget=budget)
+        kinds = [one.WhichOneof("kind") for one in events]
+        assert not {"model_step", "tool_call_started"} & set(kinds)
+        paused = [one.paused.reason for one in events if one.HasField("paused")]
+        assert set(paused) == {"TOOL_UNAVAILABLE"}
+        assert from_status(events[-1].ended.status).reason == "BUDGET_WALL_TIME"

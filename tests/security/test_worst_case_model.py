@@ -287,13 +287,13 @@ def test_a_model_that_obeys_what_a_tool_says_runs_nothing_else(run_virtual: Virt
             calls(("notes__read", {"n": 1})),
             answer("DONE"),
         ]
-        run = world.run(tools=("find", "mail__read", "notes__read"))
+        run = world.run(tools=("find", "mail__read"))
         world.agent()
         await world.until_ended(run)
         assert {name for *_, name in got} <= {"find"}
         assert any(ORDERS in str(prompt.messages) for prompt in world.script.prompts)
         started = [kind.call.name for kind in run.kinds if isinstance(kind, CallStarted)]
-        assert set(started) <= {"find", "notes__read", "mail__read"}
+        assert set(started) <= {"find", "mail__read"}
         problems = [kind.problem for kind in run.kinds if isinstance(kind, ModelStep)]
         assert any(problems), "the model was told of its wrong calls"
 

@@ -8,7 +8,7 @@ to write.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from agent_svc.domain.authority import grants
@@ -30,13 +30,27 @@ class RunTools:
         self._box = box
         self._rights = rights
 
-    async def infos(self) -> Sequence[ToolInfo]:
-        """What may be called now, in the order of the names. Raises SluiceError UNAVAILABLE, as
-        the resolving does, and while nobody knows the tenant's list."""
-        if self._names and self._rights.tools(self._tenant) is None:
+    async def infos(self, *, begun: bool = False) -> Sequence[ToolInfo]:
+        """What may be called now, in the order of the names. ``begun``: whether the model was asked
+        already. Raises SluiceError UNAVAILABLE: as the resolving does, while nobody knows the
+        tenant's list, and TOOL_UNAVAILABLE for a name that gives no tool. Of a name that the
+        tenant's list does not hold: at the beginning the list here may be older than the one that
+        admitted the run; later it was taken away, and the run goes on with what is left."""
+        if not self._names:
+            return []
+        listed = self._rights.tools(self._tenant)
+        if listed is None:
             raise unavailable("STATE_UNREACHABLE", "The state service has said nothing yet.")
-        found = await self._box.resolve(self._tenant, self._names)
-        return [tool.info for tool in found if self._granted(tool.info.name)]
+        names = [name for name in self._names if _overlap(name, listed)]
+        if not names or (not begun and len(names) < len(self._names)):
+            gone = next(name for name in self._names if name not in names)
+            raise _none(gone, "The tenant's list does not hold it.")
+        found = [tool.info for tool in await self._box.resolve(self._tenant, names)]
+        offered = [info for info in found if self._granted(info.name)]
+        for name in names:
+            if not any(grants([name], info.name) for info in offered):
+                raise _none(name, "There is no such tool.")
+        return offered
 
     def _granted(self, name: str) -> bool:
         listed = self._rights.tools(self._tenant)
@@ -68,3 +82,12 @@ class RunTools:
         # Whose run it is says the spec, whatever the context was filled with.
         bound = replace(context, tenant=self._tenant, run_id=self._run_id)
         return await tool.call(json.loads(text), bound)
+
+
+def _overlap(name: str, listed: Collection[str]) -> bool:
+    """Whether the list holds the name, what it belongs to, or some of what it stands for."""
+    return grants(listed, name) or any(grants([name], one) for one in listed)
+
+
+def _none(name: str, problem: str) -> SluiceError:
+    return unavailable("TOOL_UNAVAILABLE", f"Tool {name}: {problem}")

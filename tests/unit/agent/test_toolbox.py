@@ -1,7 +1,8 @@
 """Which tools a tenant has: those of the configuration and its own, checked again at use.
 
 Mutants: toolbox_trusts_the_store, toolbox_tools_of_all_tenants, run_tools_any_arguments,
-runs_without_their_tools.
+runs_without_their_tools, run_without_an_unknown_tool, run_before_its_grants,
+run_after_its_grants.
 """
 
 from __future__ import annotations
@@ -308,11 +309,58 @@ async def test_what_a_tenant_may_no_longer_use_is_neither_shown_nor_called() -> 
     context = ToolContext("t", "r", "k", 1.0)
     assert [info.name for info in await run.infos()] == ["a", "b"]
     rights.names = ["b", "c"]
-    assert [info.name for info in await run.infos()] == ["b"]
+    assert [info.name for info in await run.infos(begun=True)] == ["b"]
     with pytest.raises(ToolError) as refused:
         await run.call("a", '{"expression": "1"}', context)
     assert (refused.value.reason, refused.value.made) == ("TOOL_NOT_GRANTED", False)
     assert (await run.call("b", '{"expression": "1"}', context)).content_json == '{"result": 1}'
+
+
+async def no_tools(run: RunTools, *, begun: bool = False) -> str:
+    """Why a run cannot go on with its tools."""
+    with pytest.raises(SluiceError) as waits:
+        await run.infos(begun=begun)
+    assert (waits.value.code, waits.value.reason) == (Code.UNAVAILABLE, "TOOL_UNAVAILABLE")
+    return waits.value.message
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_name_that_gives_no_tool_holds_the_run_up(tmp_path: Path, begun: bool) -> None:
+    """Also one whose declaration is known: neither an answer without it nor with the others."""
+    (tmp_path / "pets.json").write_text(json.dumps(OPENAPI))
+    pets = tool("pets", openapi={"document": "pets.json"}, egress={"hosts": ["api.example.org"]})
+    store = Store()
+    tools = box([tool("a"), pets], store, tmp_path)
+    for names, gone in (
+        (["a__x"], "a__x"),
+        (["a", "a__x"], "a__x"),
+        (["pets__nothing"], "pets__nothing"),
+        (["a", "pets", "nobody"], "nobody"),
+    ):
+        run = RunTools("t", "r", names, tools, FixedRights(["a", "pets", "nobody"]))
+        assert await no_tools(run, begun=begun) == f"Tool {gone}: There is no such tool."
+    run = RunTools("t", "r", ["pets", "a"], tools, FixedRights(["a", "pets__listPets"]))
+    assert [info.name for info in await run.infos(begun=begun)] == ["pets__listPets", "a"]
+    await tools.close()
+
+
+async def test_a_run_begins_when_all_its_grants_are_known_here() -> None:
+    """What the scheduler allowed the agent service hears a moment later."""
+    rights = FixedRights([])
+    run = RunTools("t", "r", ["a", "b"], box([tool("a"), tool("b")]), rights)
+    for listed, missing in (([], "a"), (["a"], "b"), (["b", "c"], "a")):
+        rights.names = listed
+        assert await no_tools(run) == f"Tool {missing}: The tenant's list does not hold it."
+    rights.names = ["a", "b"]
+    assert [info.name for info in await run.infos()] == ["a", "b"]
+
+
+async def test_a_run_all_of_whose_tools_were_taken_away_does_not_go_on_without() -> None:
+    rights = FixedRights(["a", "b"])
+    run = RunTools("t", "r", ["a", "b"], box([tool("a"), tool("b")]), rights)
+    assert len(await run.infos(begun=True)) == 2
+    rights.names = ["c"]
+    assert "list does not hold it" in await no_tools(run, begun=True)
 
 
 async def test_while_a_tenants_list_is_not_known_nothing_is_called() -> None:

@@ -377,7 +377,7 @@ class Absent(ScriptedTools):
         super().__init__(world.script, tuple(TOOLS))
         self._clock, self._until = world.clock, until
 
-    async def infos(self) -> Sequence[ToolInfo]:
+    async def infos(self, *, begun: bool = False) -> Sequence[ToolInfo]:
         if self._clock() < self._until:
             raise unavailable("TOOL_UNAVAILABLE", "The tool cannot be had now.", 1.0)
         return await super().infos()
@@ -431,6 +431,28 @@ async def test_a_run_whose_tool_never_comes_says_so_and_can_be_cancelled(world: 
     assert end_reason(short) == "BUDGET_WALL_TIME"
     assert end_reason(never) == "TOOL_UNAVAILABLE"
     assert 60 < never.events[-1].time_s - never.create_s < 180
+
+
+@virtual
+async def test_a_run_that_has_its_answer_needs_its_tools_no_more(world: World) -> None:
+    """Grants are looked at as those of a run that has begun; the answer ends it all the same."""
+    world.script.replies = [calls(("find", {"n": 1})), answer("done")]
+    seen: list[bool] = []
+
+    class Leaving(ScriptedTools):
+        async def infos(self, *, begun: bool = False) -> Sequence[ToolInfo]:
+            seen.append(begun)
+            if len(world.script.prompts) == 2:
+                raise unavailable("TOOL_UNAVAILABLE", "The tool cannot be had now.", 1.0)
+            return await super().infos()
+
+    world.tools = lambda *_: Leaving(world.script, tuple(TOOLS))
+    run = world.run()
+    world.agent()
+    await world.until_ended(run)
+    assert end(run).answer == "done"
+    assert "Paused" not in names(run)
+    assert (seen[0], set(seen[1:])) == (False, {True})
 
 
 # --- Cancels ------------------------------------------------------------------------------------

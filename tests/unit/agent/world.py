@@ -445,7 +445,7 @@ class ScriptedTools:
         self._names = names
         self._run = run
 
-    async def infos(self) -> Sequence[ToolInfo]:
+    async def infos(self, *, begun: bool = False) -> Sequence[ToolInfo]:
         return [TOOLS[name] for name in self._names if name in TOOLS]
 
     async def call(
