@@ -307,10 +307,19 @@ class Model(Protocol):
     """The models behind the scheduler's mesh API, for one run."""
 
     def generate(
-        self, prompt: Prompt, *, step: int, request_id: str, max_tokens: int, deadline_s: float
+        self,
+        prompt: Prompt,
+        *,
+        step: int,
+        request_id: str,
+        max_tokens: int,
+        total_tokens_max: int,
+        deadline_s: float,
     ) -> AsyncGenerator[str | Written, None]:
-        """Text as it comes, then the end. Raises SluiceError as the scheduler refused or failed;
-        its retry delay is honest. Closing it cancels the call."""
+        """Text as it comes, then the end. ``total_tokens_max``: of prompt and output together,
+        counted by the engine; INVALID_ARGUMENT TOTAL_TOKENS when it does not hold the prompt.
+        Raises SluiceError as the scheduler refused or failed; its retry delay is honest. Closing
+        it cancels the call."""
 
     async def embed(
         self, texts: Sequence[str], *, request_id: str, deadline_s: float

@@ -97,6 +97,7 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     keep_special_tokens: bool = False
     constraint: Constraint | None = None
+    total_tokens_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,8 @@ class PreparedPrompt:
     """A spec that was rendered, tokenised and checked; ready for :meth:`Engine.submit`.
 
     ``prompt_token_ids`` excludes the continuation's tokens. ``max_output_tokens`` is what this
-    attempt may still generate: max_tokens rebased by the continuation, capped by the context."""
+    attempt may still generate: max_tokens rebased by the continuation, capped by the context and by
+    total_tokens_max."""
 
     spec: GenerateSpec
     prompt_token_ids: tuple[int, ...]

@@ -76,6 +76,9 @@ REQUESTS: Final[Mapping[str, Reason]] = {
     "CONTEXT_LENGTH_EXCEEDED": _reason(
         _BAD, "request", "Prompt and output do not fit into the model's context."
     ),
+    "TOTAL_TOKENS": _reason(
+        _BAD, "request", "`total_tokens_max` does not hold the prompt and an output."
+    ),
     "CONTEXT_LENGTH": _reason(_BAD, "request", "As CONTEXT_LENGTH_EXCEEDED, for embeddings."),
     "INVALID_CONSTRAINT": _reason(
         _BAD, "request", "The structured output does not compile, or not in time."

@@ -21,6 +21,7 @@ PENALTY_ABS_MAX: Final = 2.0
 REPETITION_PENALTY_MAX: Final = 2.0
 TOP_K_MAX: Final = 2**31 - 1  # what engines hold in a signed 32-bit integer
 OUTPUT_TOKENS_MAX: Final = 2**31 - 1
+TOTAL_TOKENS_MAX: Final = 2**31 - 1
 STOP_STRINGS_MAX: Final = 16
 STOP_STRING_BYTES_MAX: Final = 256
 STOP_TOKEN_IDS_MAX: Final = 64
@@ -170,6 +171,7 @@ _RULES: Final[Mapping[str, Callable[[str, Any], None]]] = {
     "repetition_penalty": _above_zero(REPETITION_PENALTY_MAX),
     "max_tokens": _whole(1, OUTPUT_TOKENS_MAX),
     "min_tokens": _whole(0, OUTPUT_TOKENS_MAX),
+    "total_tokens_max": _whole(1, TOTAL_TOKENS_MAX),
     "stop": _stops,
     "stop_token_ids": _stop_tokens,
     "seed": _whole(SEED_MIN, SEED_MAX),

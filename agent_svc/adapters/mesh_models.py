@@ -28,6 +28,7 @@ from sluice import context
 from sluice.channels import ending, open_channel
 from sluice.common.v1 import input_pb2, result_pb2, sampling_pb2
 from sluice.errors import Code, SluiceError, unavailable
+from sluice.sampling_rules import TOTAL_TOKENS_MAX
 from sluice.scheduler.v1 import generate_pb2, mesh_pb2, mesh_pb2_grpc
 from sluice.status import from_rpc_error
 
@@ -119,13 +120,26 @@ class MeshModel:
         self._embedding_model = spec.work.model if isinstance(spec.work, IngestSpec) else ""
 
     async def generate(
-        self, prompt: Prompt, *, step: int, request_id: str, max_tokens: int, deadline_s: float
+        self,
+        prompt: Prompt,
+        *,
+        step: int,
+        request_id: str,
+        max_tokens: int,
+        total_tokens_max: int,
+        deadline_s: float,
     ) -> AsyncGenerator[str | Written, None]:
         """See :class:`agent_svc.run_ports.Model`."""
         limit_s = min(deadline_s, CALL_S_MAX)
         message = mesh_pb2.GenerateStepRequest(
             request=self._request(prompt, request_id, max_tokens), step=step
         )
+        sampling = message.request.sampling
+        if (
+            not sampling.HasField("total_tokens_max")
+            or total_tokens_max < sampling.total_tokens_max
+        ):
+            sampling.total_tokens_max = min(total_tokens_max, TOTAL_TOKENS_MAX)
         message.remaining.FromMicroseconds(round(limit_s * 1e6))
         tries = _Tries(self._schedulers)
         while True:

@@ -3,7 +3,9 @@
 Stateless but for the call. A prompt that does not fit into the model's context is asked again with
 less of the history, twice at most (agent_svc/domain/tool_format.py says what is left out).
 
-A call writes no more than the run's budget leaves beside the prompt, whose tokens are estimated.
+A call writes no more than the run's budget leaves beside the prompt. Before the call the prompt's
+tokens are estimated, so that one that cannot fit is not made; the engine, which counts them, keeps
+prompt and output within what is left, or refuses the call.
 After a reply that ran on until it was cut off, the next one is held shorter and sampled otherwise:
 a small model that is asked alike, and greedy, writes the same again.
 """
@@ -29,6 +31,7 @@ from sluice.fault_points import fault_point
 
 CONTEXT_REASONS: Final = frozenset({"CONTEXT_LENGTH", "CONTEXT_LENGTH_EXCEEDED"})
 CONTEXT_TRIES: Final = 3
+TOTAL_REASON: Final = "TOTAL_TOKENS"  # the budget does not hold the prompt, as it was counted
 BYTES_A_TOKEN: Final = 3  # cautious: English has about 4
 OUTPUT_TOKENS_MIN: Final = 16  # with less room nothing of use can be written
 RETRY_TOKENS_MIN: Final = 64  # of a call after replies that were cut off
@@ -93,6 +96,8 @@ async def model_step(
             most = tokens_of_call(asked, action.tokens_left, max_tokens)
             return await _once(action, model, asked, most, publish, interval_s)
         except SluiceError as error:
+            if error.reason == TOTAL_REASON:
+                raise BudgetTooSmallError from None
             tries += 1
             if error.reason not in CONTEXT_REASONS or tries >= CONTEXT_TRIES:
                 raise
@@ -127,6 +132,7 @@ async def _once(
         step=action.step,
         request_id=action.request_id,
         max_tokens=max_tokens,
+        total_tokens_max=action.tokens_left,
         deadline_s=action.deadline_s,
     )
     async with contextlib.aclosing(stream), LiveText(pass_on, interval_s) as live:

@@ -196,6 +196,7 @@ def to_sampling(source: sampling_pb2.SamplingParams) -> Sampling:
         logit_bias=dict(source.logit_bias),
         keep_special_tokens=source.keep_special_tokens,
         constraint=_to_constraint(source.structured_output) if has("structured_output") else None,
+        total_tokens_max=source.total_tokens_max if has("total_tokens_max") else None,
     )
     sampling_rules.check(sampling)
     return sampling

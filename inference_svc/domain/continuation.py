@@ -1,8 +1,8 @@
 """Going on with an output that another attempt began.
 
 Pure functions without state, shared by both engines: whether a request is continuable at all,
-what is left of its token limits, and whether what the caller says it delivered is what the tokens
-spell.
+what the limits of its tokens leave, and whether what the caller says it delivered is what the
+tokens spell.
 """
 
 from __future__ import annotations
@@ -42,6 +42,20 @@ def continuable(sampling: Sampling) -> bool:
         and sampling.n == 1
         and sampling.logprobs is None
     )
+
+
+def within_total(sampling: Sampling, total: int, prompt_tokens: int, room: int) -> int:
+    """``room``, as :func:`rebase` takes it, lowered to each output's share of what a prompt leaves
+    of ``total`` tokens. INVALID_ARGUMENT when that does not hold the outputs' least."""
+    left = (total - prompt_tokens) // sampling.n
+    least = max(sampling.min_tokens or 0, 1)
+    if left < least:
+        raise invalid(
+            "sampling.total_tokens_max",
+            f"{total} tokens do not hold the prompt's {prompt_tokens} and {least} of each output",
+            reason="TOTAL_TOKENS",
+        )
+    return min(room, left)
 
 
 def rebase(sampling: Sampling, generated: int, room: int) -> TokenLimits:

@@ -26,7 +26,8 @@ from scheduler_svc.domain.agent_gate import (
 from scheduler_svc.domain.run_budget import RunLimits, granted
 from sluice import telemetry_names as names
 from sluice.common.v1 import input_pb2, result_pb2
-from sluice.errors import FieldViolation, SluiceError
+from sluice.errors import Code, FieldViolation, SluiceError
+from sluice.sampling_rules import OUTPUT_TOKENS_MAX, TOTAL_TOKENS_MAX
 from sluice.scheduler.v1 import generate_pb2, runs_pb2
 from sluice.telemetry import Labels, Telemetry
 
@@ -121,12 +122,21 @@ def direct_request(request: runs_pb2.RunAgentRequest) -> generate_pb2.GenerateRe
     if request.budget.HasField("tokens_max"):
         most = request.budget.tokens_max
         if not direct.sampling.HasField("max_tokens") or most < direct.sampling.max_tokens:
-            direct.sampling.max_tokens = min(most, 2**31 - 1)
+            direct.sampling.max_tokens = min(most, OUTPUT_TOKENS_MAX)
+        if (
+            not direct.sampling.HasField("total_tokens_max")
+            or most < direct.sampling.total_tokens_max
+        ):
+            direct.sampling.total_tokens_max = min(most, TOTAL_TOKENS_MAX)
     return direct
 
 
 def in_a_runs_words(error: SluiceError) -> SluiceError:
-    """The same error, with the field that a run calls ``task``."""
+    """The same error, with the field that a run calls ``task``, or as the end of a run whose tokens
+    do not hold its call."""
+    if error.reason == "TOTAL_TOKENS":
+        text = "The run's limit of tokens is too small for its model call."
+        return SluiceError(Code.RESOURCE_EXHAUSTED, "BUDGET_TOKENS", text)
     if not any(violation.field == "prompt" for violation in error.fields):
         return error
     error.fields = tuple(

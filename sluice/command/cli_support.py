@@ -206,7 +206,10 @@ def status_of(error: Exception) -> int:
     match error:
         case SluiceError():
             fail_line(one_line(error))
-            return _status_of_code(error.code)
+            status = _status_of_code(error.code)
+            # Asked again it would end alike: a run's own limits ended it, not a mesh that is busy.
+            own = error.reason.startswith("BUDGET_") and status == EXIT_BUSY
+            return EXIT_FAILED if own else status
         case UnreachableError():
             fail_line(str(error))
             return EXIT_NO_MESH

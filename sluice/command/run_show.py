@@ -11,7 +11,6 @@ import typer
 from rich.text import Text
 
 from sluice.command.cli_support import (
-    EXIT_BUSY,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_WAITING,
@@ -125,10 +124,7 @@ def _end(ended: runs_pb2.RunEnded, as_json: bool, tokens: Tokens) -> int:
     if ended.state == runs_pb2.RUN_STATE_CANCELLED:
         fail_line("the run was cancelled")
         return EXIT_FAILED
-    error = from_status(ended.status)
-    status = status_of(error)
-    # Asked again it would end alike: its own limits ended it, not a mesh that is busy.
-    return EXIT_FAILED if error.reason.startswith("BUDGET_") and status == EXIT_BUSY else status
+    return status_of(from_status(ended.status))
 
 
 def _how_to_decide(run_id: str, step: int) -> None:

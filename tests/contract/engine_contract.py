@@ -263,6 +263,26 @@ class GenerationContract:
         assert len(done.sink.token_ids()) == most
         assert done.sink.reason() is FinishReason.LENGTH
 
+    @pytest.mark.parametrize("beside", [1, 3])
+    async def test_prompt_and_output_stay_within_their_total(
+        self, harness: EngineHarness, beside: int
+    ) -> None:
+        prompt = len((await harness.engine.prepare(a_spec(PROMPT, GREEDY))).prompt_token_ids)
+        total = prompt + beside
+        done = await generate(harness, PROMPT, replace(GREEDY, total_tokens_max=total))
+        assert done.sink.end is not None
+        assert done.sink.end.prompt_tokens + done.sink.end.completion_tokens == total
+        assert done.sink.reason() is FinishReason.LENGTH
+
+    async def test_a_total_that_does_not_hold_the_prompt_is_refused(
+        self, harness: EngineHarness
+    ) -> None:
+        prompt = len((await harness.engine.prepare(a_spec(PROMPT, GREEDY))).prompt_token_ids)
+        sampling = replace(GREEDY, total_tokens_max=prompt)
+        error = await refused(harness, PROMPT, sampling=sampling)
+        assert names(error, "sampling.total_tokens_max")
+        assert error.reason == "TOTAL_TOKENS"
+
     async def test_a_stop_token_ends_the_output_and_is_reported(
         self, harness: EngineHarness
     ) -> None:

@@ -124,6 +124,7 @@ async def generate(model: Model, prompt: Prompt | None = None) -> tuple[str, Wri
         step=3,
         request_id="r.3",
         max_tokens=9,
+        total_tokens_max=70,
         deadline_s=30.0,
     ):
         if isinstance(piece, Written):
@@ -148,6 +149,7 @@ async def test_a_call_carries_the_runs_credential_and_what_is_asked() -> None:
     assert asked.remaining.seconds == 30
     sampling = asked.request.sampling
     assert (sampling.temperature, sampling.max_tokens) == (0.25, 9)
+    assert sampling.total_tokens_max == 70
     assert sampling.structured_output.json_schema == '{"type":"object"}'
     assert sampling.keep_special_tokens
     assert asked.request.tools[0].parameters_json == '{"type": "object"}'
@@ -240,6 +242,7 @@ async def test_closing_a_call_ends_it_at_the_scheduler() -> None:
             step=1,
             request_id="r.1",
             max_tokens=9,
+            total_tokens_max=70,
             deadline_s=30.0,
         )
         assert await anext(stream) == "a"

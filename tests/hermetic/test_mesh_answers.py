@@ -169,6 +169,7 @@ async def test_every_sampling_field_reaches_the_engine(client: MeshClient) -> No
         "logprobs": 1,
         "logit_bias": {3: 2.5},
         "keep_special_tokens": True,
+        "total_tokens_max": 4000,
     }
     answer = await client.generate(sim("", echo="sampling"), sampling=sampling)
     # With ignore_eos and keep_special_tokens the output goes on after its end, visibly.

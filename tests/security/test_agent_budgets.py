@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 
 from sluice.common.v1 import input_pb2
-from sluice.errors import Code
+from sluice.errors import Code, SluiceError
 from sluice.scheduler.v1 import data_pb2, records_pb2, runs_pb2
 from sluice.status import from_rpc_error, from_status
 from tests.hermetic.mesh import Mesh
@@ -86,6 +86,29 @@ async def test_an_endless_loop_ends_at_its_budget_and_its_tenant_pays(
     end = time.monotonic() + LIMIT_S
     while await used(tenant) - before < tokens:  # usage is written in batches
         assert time.monotonic() < end, "the run's tokens were not charged"
+
+
+@pytest.mark.parametrize("mode", [runs_pb2.AGENT_MODE_REQUIRED, runs_pb2.AGENT_MODE_AUTO])
+@pytest.mark.parametrize("limit", [40, 100, 160])
+async def test_what_a_prompt_really_takes_counts_and_no_call_exceeds_the_limit(
+    tenant: MeshClient, mode: runs_pb2.AgentMode.ValueType, limit: int
+) -> None:
+    # Characters of four bytes, which the simulated tokenizer and most others cut up.
+    request = runs_pb2.RunAgentRequest(task="🫠" * 26, request_id=fresh(), mode=mode)
+    request.budget.tokens_max = limit
+    refused: SluiceError | None = None
+    events: list[runs_pb2.RunEvent] = []
+    try:
+        events = [answer.event for answer in await call(tenant, "RunAgent", request)]
+    except grpc.aio.AioRpcError as error:
+        refused = from_rpc_error(error)  # answered directly: no run, no events
+    if refused is not None:
+        assert (mode, refused.reason) == (runs_pb2.AGENT_MODE_AUTO, "BUDGET_TOKENS")
+        return
+    steps = [event.model_step.usage for event in events if event.HasField("model_step")]
+    assert sum(usage.prompt_tokens + usage.completion_tokens for usage in steps) <= limit
+    ended = events[-1].ended
+    assert ended.truncated or reason(ended) == "BUDGET_TOKENS"
 
 
 async def test_a_run_that_takes_its_time_ends_with_it(tenant: MeshClient) -> None:

@@ -171,6 +171,8 @@ class SimulatedEngine:
         if fault is not None:
             fault = fault.at_turn(turn_of(spec.prompt, fault.marker))
         room = limit - len(ids)
+        if sampling.total_tokens_max is not None:
+            room = continuations.within_total(sampling, sampling.total_tokens_max, len(ids), room)
         done = 0
         if spec.continuation is not None:
             self._check_continuation(spec.continuation, sampling, room)

@@ -258,6 +258,8 @@ class VllmEngine:
         least = sampling.min_tokens or 0
         if least > room:
             raise invalid("sampling.min_tokens", f"the context leaves {room} tokens")
+        if sampling.total_tokens_max is not None:
+            room = rules.within_total(sampling, sampling.total_tokens_max, len(prompt), room)
         if begun is not None:
             running.text.check_ids(begun.output_token_ids, "continuation.output_token_ids")
             rules.check(begun, sampling, fingerprint=running.description.fingerprint, room=room)

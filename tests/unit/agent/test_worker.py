@@ -785,6 +785,30 @@ async def test_a_run_ends_before_a_call_that_its_budget_does_not_hold(world: Wor
 
 
 @virtual
+async def test_each_call_is_told_what_is_left_of_the_tokens(world: World) -> None:
+    run = world.run()
+    world.script.replies = [*TWO_STEPS]
+    world.script.prompt_tokens = 300
+    world.agent()
+    await world.until_ended(run)
+    most = WIDE.tokens_max
+    assert world.script.total_tokens[:2] == [most, most - 310]
+
+
+@virtual
+async def test_a_call_whose_prompt_the_engine_finds_too_long_ends_the_run(world: World) -> None:
+    refused = SluiceError(Code.INVALID_ARGUMENT, "TOTAL_TOKENS", "x")
+    world.script.replies = [TWO_STEPS[0], refused]
+    run = world.run()
+    world.agent()
+    await world.until_ended(run)
+    assert end_reason(run) == "BUDGET_TOKENS"
+    failure = end(run).failure
+    assert failure is not None and "too small for the next model call" in failure.message
+    assert len(world.script.prompts) == 2
+
+
+@virtual
 async def test_no_tool_is_called_once_the_tokens_are_used_up(world: World) -> None:
     world.script.replies = [*TWO_STEPS]
     world.script.prompt_tokens = 100_000

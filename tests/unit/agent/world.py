@@ -357,6 +357,7 @@ class Script:
     late: list[str] = field(default_factory=list)  # calls made after their end was stored
     approved: dict[str, bool] = field(default_factory=dict)  # by tool: said of its last call
     most_tokens: list[int] = field(default_factory=list)  # that each model call might write
+    total_tokens: list[int] = field(default_factory=list)  # that each might use
     cut_calls: int = 0  # the first so many model calls end at the limit of tokens
     prompt_tokens: int = 20  # of each model call
 
@@ -396,11 +397,19 @@ class ScriptedModel:
         self._before = before
 
     async def generate(
-        self, prompt: Prompt, *, step: int, request_id: str, max_tokens: int, deadline_s: float
+        self,
+        prompt: Prompt,
+        *,
+        step: int,
+        request_id: str,
+        max_tokens: int,
+        total_tokens_max: int,
+        deadline_s: float,
     ) -> AsyncGenerator[str | Written, None]:
         script = self._script
         script.prompts.append(prompt)
         script.most_tokens.append(max_tokens)
+        script.total_tokens.append(total_tokens_max)
         script.traceparents.append(calling.traceparent.get())
         script.model_calls[request_id] += 1
         replies = script.by_run.get(request_id.rpartition(".")[0], script.replies)

@@ -81,6 +81,30 @@ def test_rebased_limits_add_up_to_those_of_the_whole_output(
         assert generated + rest.least == max(whole.least, generated)
 
 
+@given(
+    total=st.integers(1, 100),
+    prompt=st.integers(1, 100),
+    room=st.integers(1, 100),
+    count=st.integers(1, 8),
+    least=st.none() | st.integers(0, 20),
+)
+def test_prompt_and_outputs_stay_within_a_total_or_are_refused(
+    total: int, prompt: int, room: int, count: int, least: int | None
+) -> None:
+    sampling = Sampling(n=count, min_tokens=least)
+    held = prompt + count * max(least or 0, 1) <= total
+    if not held:
+        with pytest.raises(SluiceError) as refused:
+            rules.within_total(sampling, total, prompt, room)
+        assert (refused.value.code, refused.value.reason) == (Code.INVALID_ARGUMENT, "TOTAL_TOKENS")
+        assert refused.value.fields[0].field == "sampling.total_tokens_max"
+        return
+    lowered = rules.within_total(sampling, total, prompt, room)
+    assert 1 <= lowered <= room
+    assert prompt + count * lowered <= total
+    assert lowered == room or prompt + count * (lowered + 1) > total
+
+
 def test_another_model_is_refused() -> None:
     error = refusal(replace(begun(""), model_fingerprint="other"), Sampling())
     assert error is not None

@@ -73,6 +73,7 @@ def test_every_sampling_field_arrives() -> None:
             logprobs=4,
             logit_bias={6: -1.0},
             keep_special_tokens=True,
+            total_tokens_max=90,
             structured_output=sampling_pb2.StructuredOutput(regex="a+"),
         )
     )
@@ -95,10 +96,11 @@ def test_every_sampling_field_arrives() -> None:
         logprobs=4,
         logit_bias={6: -1.0},
         keep_special_tokens=True,
+        total_tokens_max=90,
         constraint=Constraint(ConstraintKind.REGEX, "a+"),
     )
     known = {field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields}
-    assert len(known) == 19  # a new field needs a line above
+    assert len(known) == 20  # a new field needs a line above
 
 
 def test_each_form_of_input_and_constraint_is_told_apart() -> None:

@@ -10,7 +10,7 @@ from scheduler_svc.adapters import agent_path
 from scheduler_svc.adapters.agent_path import DirectEvents, mode_of
 from scheduler_svc.domain.agent_gate import AgentMode, GateReason
 from sluice.common.v1 import result_pb2
-from sluice.errors import invalid
+from sluice.errors import Code, invalid
 from sluice.scheduler.v1 import generate_pb2, runs_pb2
 
 
@@ -36,11 +36,13 @@ def test_a_direct_call_keeps_to_the_runs_budget_and_schema() -> None:
     )
     request.budget.tokens_max = 9
     direct = agent_path.direct_request(request)
-    assert direct.sampling.max_tokens == 9
+    assert (direct.sampling.max_tokens, direct.sampling.total_tokens_max) == (9, 9)
     assert direct.sampling.structured_output.json_schema == "{}"
     assert (direct.prompt, direct.model, len(direct.tools)) == ("x", "m", 0)
     request.sampling.max_tokens = 5
     assert agent_path.direct_request(request).sampling.max_tokens == 5
+    request.sampling.total_tokens_max = 7
+    assert agent_path.direct_request(request).sampling.total_tokens_max == 7
 
 
 def test_only_the_field_that_has_another_name_is_renamed() -> None:
@@ -48,6 +50,14 @@ def test_only_the_field_that_has_another_name_is_renamed() -> None:
     assert (error.fields[0].field, error.message) == ("task", "task: is too long")
     error = agent_path.in_a_runs_words(invalid("sampling.n", "prompt"))
     assert error.message == "sampling.n: prompt"
+
+
+def test_a_prompt_that_the_budget_does_not_hold_is_told_as_a_runs_end() -> None:
+    error = agent_path.in_a_runs_words(
+        invalid("sampling.total_tokens_max", "too few", reason="TOTAL_TOKENS")
+    )
+    assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "BUDGET_TOKENS")
+    assert error.retry_after_s is None
 
 
 def test_live_events_repeat_the_last_durable_number() -> None:

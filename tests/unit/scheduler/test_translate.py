@@ -25,6 +25,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "sampling.repetition_penalty": {"repetition_penalty": 0.0},
     "sampling.max_tokens": {"max_tokens": 0},
     "sampling.min_tokens": {"min_tokens": 4, "max_tokens": 3},
+    "sampling.total_tokens_max": {"total_tokens_max": 0},
     "sampling.stop": {"stop": ["x"] * 17},
     "sampling.stop[1]": {"stop": ["x", ""]},
     "sampling.stop_token_ids": {"stop_token_ids": [1] * 65},
