@@ -2,19 +2,28 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from sluice.command.cli_support import run_paths
+from sluice.command.first_files import api_key_path
 from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
 
-# The address of the mesh that `make up` started here; SLUICE_ENDPOINT names another.
-record = Path(".sluice/run/envoy.json")
+# Address and key of the mesh that `sluice` means here; SLUICE_ENDPOINT and SLUICE_KEY_FILE name
+# others.
+paths = run_paths(None)
+record = paths.record("envoy")
 running = json.loads(record.read_text())["ports"]["http"] if record.exists() else "localhost:8080"
 address = os.environ.get("SLUICE_ENDPOINT") or running
-key = Path(os.environ.get("SLUICE_KEY_FILE", ".sluice/api-key")).read_text().strip()
+key_file = Path(os.environ.get("SLUICE_KEY_FILE") or api_key_path(paths.runtime))
+try:
+    key = key_file.read_text().strip()
+except OSError as error:
+    sys.exit(f"{key_file}: {error.strerror}: `make up` makes it, SLUICE_KEY_FILE names another")
 
 request = generate_pb2.GenerateTextRequest(prompt="Hello")
 request.sampling.temperature = 9.0  # out of range

@@ -7,13 +7,21 @@ from pathlib import Path
 
 import grpc
 
+from sluice.command.cli_support import run_paths
+from sluice.command.first_files import api_key_path
 from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
 
-# The address of the mesh that `make up` started here; SLUICE_ENDPOINT names another.
-record = Path(".sluice/run/envoy.json")
+# Address and key of the mesh that `sluice` means here; SLUICE_ENDPOINT and SLUICE_KEY_FILE name
+# others.
+paths = run_paths(None)
+record = paths.record("envoy")
 running = json.loads(record.read_text())["ports"]["http"] if record.exists() else "localhost:8080"
 address = os.environ.get("SLUICE_ENDPOINT") or running
-key = Path(os.environ.get("SLUICE_KEY_FILE", ".sluice/api-key")).read_text().strip()
+key_file = Path(os.environ.get("SLUICE_KEY_FILE") or api_key_path(paths.runtime))
+try:
+    key = key_file.read_text().strip()
+except OSError as error:
+    sys.exit(f"{key_file}: {error.strerror}: `make up` makes it, SLUICE_KEY_FILE names another")
 question = sys.argv[1] if len(sys.argv) > 1 else "What is the capital of France?"
 
 request = generate_pb2.GenerateRequest(prompt=question)
@@ -33,4 +41,4 @@ with grpc.insecure_channel(address) as channel:
                 label = " (SIMULATED)" if message.finished.simulated else ""
                 print(f"\n[{usage.completion_tokens} tokens on {message.finished.instance}{label}]")
     except grpc.RpcError as error:
-        sys.exit(f"{error.code().name}: {error.details()}")
+        sys.exit(f"{address}: {error.code().name}: {error.details()}")

@@ -188,6 +188,17 @@ async def test_a_server_that_cannot_start_is_unavailable_and_nothing_else(tmp_pa
         assert await ask(servers.server(stdio(tmp_path / "log")), "echo")
 
 
+async def test_of_a_server_that_starts_is_said_that_it_is_being_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A listing asks it too, and does not wait for as long as a run's first look."""
+    monkeypatch.setattr("agent_svc.adapters.tools.mcp.LOOK_S", 0.2)
+    slow = tools_pb2.ToolDeclaration(name="slow", mcp=tools_pb2.McpTool(command=["sleep", "60"]))
+    async with opened() as servers:
+        (state,) = await servers.server(slow).states()
+        assert state.problem == "the server has not answered yet; a run waits for it"
+
+
 async def test_an_answer_that_breaks_the_protocol_is_a_failed_call(tmp_path: Path) -> None:
     async with opened() as servers:
         server = servers.server(stdio(tmp_path / "log"))

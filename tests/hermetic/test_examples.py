@@ -221,3 +221,25 @@ def test_the_smallest_calls_work_as_the_readme_types_them(shared_mesh: Mesh) -> 
     ((chat,),) = answers[1:]
     assert chat["text"]
     assert chat["simulated"] is True
+
+
+@pytest.mark.parametrize(
+    "example",
+    ["stream.py", "errors.py", "support_agent/support_agent.py", "sql_analyst/sql_analyst.py"],
+)
+def test_an_example_without_a_key_or_a_mesh_says_so_in_a_line(tmp_path: Path, example: str) -> None:
+    """The key file is looked for where `sluice` looks: in the runtime folder."""
+    base = {"PATH": os.environ["PATH"], "SLUICE_MESH_RUNTIME_DIR": str(tmp_path)}
+    command = [sys.executable, str(EXAMPLES / example)]
+    keyless = run(command, base)
+    assert keyless.returncode == 1
+    (line,) = keyless.stderr.splitlines()
+    assert line.startswith(f"{tmp_path / 'api-key'}: No such file")
+    (tmp_path / "api-key").write_text("k\n")
+    away = run(command, base | {"SLUICE_ENDPOINT": "127.0.0.1:1"})
+    if example == "errors.py":  # what it is about
+        assert (away.returncode, away.stdout) == (0, "code: UNAVAILABLE\n")
+        return
+    assert away.returncode == 1
+    (line,) = away.stderr.splitlines()
+    assert line.startswith("127.0.0.1:1: UNAVAILABLE: ")

@@ -63,7 +63,8 @@ class McpConnection:
         self._transport = transport
         self._listed = listed
         self._busy = busy
-        self.problem = "the server was not asked yet"  # why there is no session; for operators
+        # Why there is no session; for operators. Who reads it has asked for one.
+        self.problem = "the server has not answered yet; a run waits for it"
         self._session: ClientSession | None = None
         self._opened = False  # whether the present or last attempt led to a session
         self._opened_at = self._used_at = 0.0

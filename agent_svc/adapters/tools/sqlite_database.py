@@ -27,8 +27,11 @@ from typing import Final, TypeVar
 
 from agent_svc.adapters.tools.sql import SQL_CHARS_MAX, Cell, Table
 from agent_svc.ports import ToolError
+from sluice import logs
 
 T = TypeVar("T")
+
+_log = logs.get(__name__)
 
 THREADS: Final = 4
 STEPS: Final = 10_000  # instructions between looks at the cancel: under a millisecond
@@ -162,6 +165,7 @@ class SqliteDatabase:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._told = False  # that it cannot be read
         self._threads = ThreadPoolExecutor(THREADS, "sqlite-tool")
         self._lock = threading.Lock()
         self.running = 0  # queries in threads
@@ -203,8 +207,10 @@ class SqliteDatabase:
             self.running += 1
         try:
             with closing(self._open(cancelled)) as connection:
+                self._told = False
                 return work(connection)
         except sqlite3.Error as error:
+            self._tell(error)
             raise _failure(error, cancelled.is_set()) from None
         except (sqlite3.Warning, ValueError, OverflowError, MemoryError):
             # Several statements, a NUL, half of a surrogate pair, a number out of range.
@@ -213,6 +219,13 @@ class SqliteDatabase:
         finally:
             with self._lock:
                 self.running -= 1
+
+    def _tell(self, error: sqlite3.Error) -> None:
+        """Says which file cannot be read, once until it can: operators only may know its path."""
+        code = _code(error)
+        if _unreadable(code) and not self._told:
+            self._told = True
+            _log.warning("a database cannot be read", file=str(self._path), error=code)
 
     def _open(self, cancelled: threading.Event) -> sqlite3.Connection:
         uri = self._path.absolute().as_uri() + "?mode=ro"
@@ -275,15 +288,23 @@ def _interrupted() -> ToolError:
     return ToolError("TOOL_TIMEOUT", "The query was stopped.", made=False)
 
 
+def _code(error: sqlite3.Error) -> str:
+    return getattr(error, "sqlite_errorname", "") or ""
+
+
+def _unreadable(code: str) -> bool:
+    return code in ("SQLITE_NOTADB", "SQLITE_CORRUPT", "SQLITE_PERM") or code.startswith(
+        ("SQLITE_IOERR", "SQLITE_CANTOPEN")
+    )
+
+
 def _failure(error: sqlite3.Error, cancelled: bool) -> ToolError:
     """Fixed texts, but for what SQLite says of the statement itself: without it no model mends
     one. That goes to the model only."""
     if cancelled:
         return _interrupted()
-    code = getattr(error, "sqlite_errorname", "") or ""
-    if code in ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_CORRUPT", "SQLITE_PERM") or (
-        code.startswith(("SQLITE_IOERR", "SQLITE_CANTOPEN"))
-    ):
+    code = _code(error)
+    if _unreadable(code):
         return ToolError("TOOL_UNAVAILABLE", "The database cannot be read.", made=False)
     if code.startswith("SQLITE_BUSY"):
         return ToolError("TOOL_UNAVAILABLE", "The database is busy.", made=False)

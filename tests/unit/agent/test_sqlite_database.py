@@ -230,3 +230,26 @@ async def test_texts_that_are_no_utf8_are_read_all_the_same(tmp_path: Path) -> N
     database = SqliteDatabase(path)
     assert (await database.query("SELECT word FROM t", 10, 1000)).rows == [["\ufffdbe"]]
     await database.close()
+
+
+async def test_the_log_alone_names_a_file_that_cannot_be_read_and_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An operator finds the file; a tenant learns no path of the machine."""
+    file = tmp_path / "gone.db"
+    one = SqliteDatabase(file)
+    said = []
+    for _ in range(2):
+        with pytest.raises(ToolError) as refused:
+            await one.describe()
+        said.append(refused.value.message)
+    sqlite3.connect(file).close()
+    await one.describe()
+    file.unlink()
+    with pytest.raises(ToolError):
+        await one.describe()
+    await one.close()
+    assert said == ["The database cannot be read."] * 2
+    told = [record.__dict__ for record in caplog.records if "cannot be read" in record.message]
+    assert len(told) == 2, "again when it was there in between"
+    assert str(file) in str(told[0])
