@@ -40,10 +40,6 @@ class CollectionUnknownError(Exception):
     """There is no collection of this name: nothing is in it."""
 
 
-class RequestIdReusedError(Exception):
-    """The request id belongs to a request of other content. Nothing was done."""
-
-
 class DocumentDeletedError(Exception):
     """The document that the request stored was deleted since. Nothing was done."""
 

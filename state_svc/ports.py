@@ -87,6 +87,10 @@ class VersionConflictError(Exception):
     """The record is at another version than was expected. Nothing was done."""
 
 
+class RequestIdReusedError(Exception):
+    """The request id belongs to a request for something else. Nothing was done."""
+
+
 class RegistryFullError(Exception):
     """A kind has as many records as it may have. Nothing was done."""
 

@@ -70,7 +70,8 @@ class RunStore(Protocol):
         self, tenant: str, run_id: str, step: int, decision: bytes, request_id: str
     ) -> RunRecord:
         """Stores a decision for a run that waits at ``step``, and makes it ready; the same request
-        id changes nothing within 24 hours. Raises NotWaitingError."""
+        id changes nothing within 24 hours. Raises NotWaitingError; RequestIdReusedError when it
+        brought another decision then."""
 
     async def claim(
         self, holder: str, runs_max: int, lease_ms: int, room: ClaimRoom | None = None
@@ -164,7 +165,8 @@ class SessionStore(Protocol):
         self, tenant: str, session_id: str, request_id: str, ttl_ms: int, messages: Sequence[bytes]
     ) -> SessionRecord:
         """Creates a session; the same request id within 24 hours answers with the one that it made,
-        as it is now. Raises SessionsFullError, SessionFullError."""
+        as it is now. Raises SessionsFullError, SessionFullError; RequestIdReusedError when it asked
+        for another one then."""
 
     async def get(
         self, tenant: str, session_id: str, first: int, size: int
@@ -184,7 +186,8 @@ class SessionStore(Protocol):
         request_id: str,
     ) -> SessionRecord:
         """Appends all or none. The same request id within 24 hours has the same effect and answer.
-        Raises SessionBusyError, VersionConflictError, SessionFullError, SessionsFullError."""
+        Raises SessionBusyError, VersionConflictError, SessionFullError, SessionsFullError;
+        RequestIdReusedError when it appended something else then."""
 
     async def delete(self, tenant: str, session_id: str) -> None:
         """Deletes a session. Raises SessionBusyError."""

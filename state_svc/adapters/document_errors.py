@@ -23,7 +23,6 @@ from state_svc.document_ports import (
     GenerationReplacedError,
     IndexLoadingError,
     IndexTooLargeError,
-    RequestIdReusedError,
     SearchBusyError,
     VectorLengthError,
 )
@@ -43,8 +42,6 @@ def document_errors() -> Iterator[None]:
         ) from error
     except CollectionUnknownError as error:
         raise unknown_collection() from error
-    except RequestIdReusedError as error:
-        raise invalid("request_id", "was used for another document or content") from error
     except DocumentDeletedError as error:
         raise not_found(
             "DOCUMENT_UNKNOWN", "The document of this request was deleted since."

@@ -13,7 +13,6 @@ from state_svc.document_ports import (
     DocumentDeletedError,
     DocumentLimits,
     GenerationReplacedError,
-    RequestIdReusedError,
     VectorLengthError,
 )
 from state_svc.domain.documents import (
@@ -27,7 +26,7 @@ from state_svc.domain.documents import (
     NewChunk,
     SmallChange,
 )
-from state_svc.ports import LimitReachedError
+from state_svc.ports import LimitReachedError, RequestIdReusedError
 
 
 @dataclass(slots=True)

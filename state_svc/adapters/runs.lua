@@ -308,10 +308,10 @@ local function full(growth, more_events, bytes_max, events_max, run_bytes_max, k
 end
 
 if op == 'resume' then
-  local step, decision, request = int(), take(), take()
-  local asked = key .. ':resume:' .. request
-  local when = call('GET', asked)
-  if when and now - when < DEDUP_MS then return {'OK', row(id, WHOLE)} end
+  local step, decision, request, asked = int(), take(), take(), take()
+  local mark = key .. ':resume:' .. request
+  local when, earlier = string.match(call('GET', mark) or '', '^(%d+) ?(.*)$')
+  if when and now - when < DEDUP_MS then return reused(earlier, asked) and {'REUSED'} or {'OK', row(id, WHOLE)} end
   if phase ~= WAITING or tonumber(call('HGET', key, 'wait')) ~= step then return {'NOT_WAITING'} end
   local problem = full(#decision, 0, int(), int(), int(), int())
   if problem then return problem end
@@ -319,7 +319,7 @@ if op == 'resume' then
   call('HSET', key, 'decision', decision, 'dstep', step)
   local wall, waits = read(id, 'wall', 'waits')
   if wall and wall > 0 then call('HSET', key, 'wall', wall + now - waits) end -- waiting is not counted
-  call('SET', asked, string.format('%.0f', now), 'PX', DEDUP_MS)
+  call('SET', mark, string.format('%.0f %s', now, asked), 'PX', DEDUP_MS)
   queue(id, priority, counted, cancelled)
   return {'OK', row(id, WHOLE)}
 end

@@ -20,6 +20,9 @@ if now == 0 then
 end
 if latest > 0 and now > latest then return {'LATE'} end
 
+-- Whether an id stands for something else than what is asked for now. A mark of an earlier release does not say.
+local function reused(earlier, asked) return earlier and earlier ~= '' and earlier ~= asked end
+
 local at = 3
 local function take() at = at + 1; return ARGV[at] end
 local function int() return tonumber(take()) end

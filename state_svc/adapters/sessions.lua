@@ -2,19 +2,20 @@
 local function limits() return {int(), int(), int()} end
 
 if op == 'create' then
-  local id, request, ttl, sessions_max, bounds = take(), take(), int(), int(), limits()
+  local id, request, asked, ttl, sessions_max, bounds = take(), take(), take(), int(), int(), limits()
   local messages, size = rest()
   local known = call('GET', P .. 'sessions:request:' .. request)
   if known then
     local when, which = string.match(known, '^(%d+) (.+)$')
     local row = now - when < DEDUP_MS and session_row(which)
+    if row and reused(call('HGET', session_key(which), 'asked'), asked) then return {'REUSED'} end
     if row then return {'OK', which, row} end
   end
   sessions_drop_expired()
   if call('ZCARD', S) >= sessions_max then return {'SESSIONS_FULL', 'sessions_max'} end
   local problem = session_add(id, messages, size, bounds, SESSION_OVERHEAD)
   if problem then return problem end
-  call('HSET', session_key(id), 'version', 1, 'ttl', ttl, 'create', now, 'update', now)
+  call('HSET', session_key(id), 'version', 1, 'ttl', ttl, 'create', now, 'update', now, 'asked', asked)
   call('ZADD', S, call('HINCRBY', S_META, 'n', 1), id)
   session_touch(id, '')
   call('SET', P .. 'sessions:request:' .. request, string.format('%.0f %s', now, id), 'PX', DEDUP_MS)
@@ -48,12 +49,12 @@ if op == 'get' then
 end
 
 if op == 'append' then
-  local expected, request, bounds = int(), take(), limits()
+  local expected, request, asked, bounds = int(), take(), take(), limits()
   local messages, size = rest()
   local answered = session_key(id) .. ':request:' .. request
   local known = call('HMGET', answered, unpack(S_ROW))
-  local when = call('HGET', answered, 'when')
-  if when and now - when < DEDUP_MS then return {'OK', known} end
+  local when, earlier = unpack(call('HMGET', answered, 'when', 'asked'))
+  if when and now - when < DEDUP_MS then return reused(earlier, asked) and {'REUSED'} or {'OK', known} end
   if row[7] ~= '' then return {'SESSION_BUSY'} end
   if expected >= 0 and expected ~= tonumber(row[1]) then return {'VERSION'} end
   sessions_drop_expired()
@@ -61,7 +62,7 @@ if op == 'append' then
   if problem then return problem end
   session_touch(id, '')
   row = session_row(id)
-  local fields = {'when', now}
+  local fields = {'when', now, 'asked', asked}
   for i, name in ipairs(S_ROW) do fields[#fields + 1] = name; fields[#fields + 1] = row[i] end
   call('HSET', answered, unpack(fields))
   call('PEXPIRE', answered, DEDUP_MS)

@@ -11,6 +11,7 @@ from sluice.errors import (
     SluiceError,
     exhausted,
     failed_precondition,
+    invalid,
     not_found,
     unavailable,
 )
@@ -32,6 +33,7 @@ from state_svc.ports import (
     NameTakenError,
     ParentMissingError,
     RegistryFullError,
+    RequestIdReusedError,
     StoreFullError,
     StoreUnavailableError,
     TenantBeingDeletedError,
@@ -127,6 +129,8 @@ def store_errors() -> Iterator[None]:
         raise SluiceError(
             Code.ABORTED, "VERSION_CONFLICT", "It was changed since it was read; read it again."
         ) from error
+    except RequestIdReusedError as error:
+        raise invalid("request_id", "was used for another request") from error
     except RegistryFullError as error:
         raise failed_precondition(
             "REGISTRY_FULL", "There are as many as there may be; delete some first."

@@ -22,7 +22,6 @@ from state_svc.document_ports import (
     DocumentDeletedError,
     DocumentLimits,
     GenerationReplacedError,
-    RequestIdReusedError,
     VectorLengthError,
 )
 from state_svc.domain.documents import (
@@ -36,7 +35,7 @@ from state_svc.domain.documents import (
     NewChunk,
     SmallChange,
 )
-from state_svc.ports import LimitReachedError, StoreUnavailableError
+from state_svc.ports import LimitReachedError, RequestIdReusedError, StoreUnavailableError
 
 REQUEST_KEPT_S: Final = 86_400
 _SCRIPT: Final = Script("tenant_guard.lua", "documents.lua")

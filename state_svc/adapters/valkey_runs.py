@@ -13,6 +13,7 @@ from typing import Any, Final
 from sluice.fault_points import fault_point
 from state_svc.adapters.valkey_link import Argument, Script, ValkeyLink, text
 from state_svc.adapters.valkey_run_index import Look, ValkeyRunIndex
+from state_svc.domain.asked import asked_to_resume
 from state_svc.domain.claim_order import Allowance, ClaimOrder, ClaimRoom, shares
 from state_svc.domain.run_values import (
     PRIORITIES,
@@ -40,7 +41,12 @@ from state_svc.domain.run_values import (
     TooManyRunsError,
 )
 from state_svc.domain.session_book import PAGE_BYTES
-from state_svc.ports import StoreUnavailableError, TenantDeletedError, VersionConflictError
+from state_svc.ports import (
+    RequestIdReusedError,
+    StoreUnavailableError,
+    TenantDeletedError,
+    VersionConflictError,
+)
 from state_svc.run_ports import ClaimBatch
 
 NOTHING_DUE_MS: Final = 60_000
@@ -63,6 +69,7 @@ _ERRORS: Final[Mapping[str, Callable[..., Exception]]] = {
     "NOT_WAITING": NotWaitingError,
     "TOO_MANY": TooManyRunsError,
     "VERSION": VersionConflictError,
+    "REUSED": RequestIdReusedError,
 }
 
 
@@ -169,6 +176,7 @@ class ValkeyRuns:
             step,
             decision,
             request_id,
+            asked_to_resume(step, decision),
             *self._growth_limits(),
             latest=latest,
         )

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from state_svc.adapters.valkey_link import Argument, Script, ValkeyLink, text
 from state_svc.adapters.valkey_runs import checked
+from state_svc.domain.asked import asked_to_append, asked_to_create
 from state_svc.domain.run_values import SessionLimits, SessionPage, SessionRecord
 
 _FILES: Final = ("tenant_guard.lua", "session_rules.lua", "sessions.lua")
@@ -34,6 +35,7 @@ class ValkeySessions:
             "create",
             session_id,
             request_id,
+            asked_to_create(ttl_ms, messages),
             ttl_ms,
             self._limits.sessions_max,
             *self._bounds(),
@@ -68,6 +70,7 @@ class ValkeySessions:
             session_id,
             _ANY_VERSION if expected_version is None else expected_version,
             request_id,
+            asked_to_append(messages, expected_version),
             *self._bounds(),
             *messages,
         )

@@ -30,6 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from state_svc.domain.asked import asked_to_resume
 from state_svc.domain.run_values import (
     DEDUP_MS,
     ENDED,
@@ -52,7 +53,7 @@ from state_svc.domain.run_values import (
     TooManyRunsError,
 )
 from state_svc.domain.session_book import PAGE_BYTES, SessionBook, size_of
-from state_svc.ports import VersionConflictError
+from state_svc.ports import RequestIdReusedError, VersionConflictError
 
 SCAN_MAX: Final = 1_000  # runs looked at for one page
 FREE, COUNTED, TO_END = 0, 1, 2
@@ -84,7 +85,7 @@ class _Run:
     token: int = 0
     holder: str = ""
     append_id: str = ""
-    resumed: dict[str, int] = field(default_factory=dict)  # request ids: when
+    resumed: dict[str, tuple[int, str]] = field(default_factory=dict)  # request ids: when, what
     waits_ms: int = 0  # since when it waits for a person
     losses: int = 0  # of a holder, one after another, without an event in between
     gone: int = 0  # events that were given up
@@ -240,14 +241,18 @@ class RunBook:
     ) -> RunRecord:
         """See :class:`state_svc.run_ports.RunStore`."""
         run = self._known(run_id)
-        if request_id in run.resumed and now - run.resumed[request_id] < DEDUP_MS:
+        asked = asked_to_resume(step, decision)
+        at, earlier = run.resumed.get(request_id, (0, ""))
+        if earlier and now - at < DEDUP_MS:
+            if earlier != asked:
+                raise RequestIdReusedError
             return run.record()
         if run.phase is not Phase.WAITING or run.waiting_step != step:
             raise NotWaitingError
         self._check_growth(run, len(decision), 0, now)
         run.size += len(decision)
         run.decision, run.decision_step = decision, step
-        run.resumed[request_id] = now
+        run.resumed[request_id] = (now, asked)
         if run.wall_ms:
             run.wall_ms += now - run.waits_ms
         run.queue(now)

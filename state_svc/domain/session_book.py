@@ -6,7 +6,7 @@ Pure: the store's time comes in as milliseconds.
 Rules:
 
 * A repeated request id is looked at before everything else, within 24 hours: who did not hear the
-  answer gets it, whatever happened since.
+  answer gets it, whatever happened since. Who asks for something else under it is refused.
 * While a run has the turn, nobody else appends or deletes, and the session does not run out.
   The end of the run frees the turn, with or without messages, in the same step as its last event.
 * A session that is idle for its time to live is gone: unknown at once, its room given back with the
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from state_svc.domain.asked import asked_to_append, asked_to_create
 from state_svc.domain.run_values import (
     DEDUP_MS,
     MESSAGE_OVERHEAD_BYTES,
@@ -31,7 +32,7 @@ from state_svc.domain.run_values import (
     SessionsFullError,
     SessionUnknownError,
 )
-from state_svc.ports import VersionConflictError
+from state_svc.ports import RequestIdReusedError, VersionConflictError
 
 PAGE_BYTES: Final = 3 << 20
 
@@ -44,6 +45,7 @@ class _Session:
     create_ms: int
     update_ms: int
     expire_ms: int
+    asked: str  # what its creation asked for
     version: int = 1
     messages: list[bytes] = field(default_factory=list)
     size: int = 0
@@ -72,22 +74,25 @@ class SessionBook:
         self._limits = limits
         self._sessions: dict[str, _Session] = {}
         self._created: dict[str, tuple[int, str]] = {}  # by request id: when, which
-        self._appended: dict[tuple[str, str], tuple[int, SessionRecord]] = {}
+        self._appended: dict[tuple[str, str], tuple[int, str, SessionRecord]] = {}
         self._number = 0
 
     def create(
         self, session_id: str, request_id: str, ttl_ms: int, messages: Sequence[bytes], now: int
     ) -> SessionRecord:
         """See :class:`state_svc.run_ports.SessionStore`."""
+        asked = asked_to_create(ttl_ms, messages)
         at, known = self._created.get(request_id, (0, ""))
         if known and now - at < DEDUP_MS and known in self._sessions:
             session = self._sessions[known]
             if session.alive(now):
+                if session.asked != asked:
+                    raise RequestIdReusedError
                 return session.record()
         self._drop_expired(now)
         if len(self._sessions) >= self._limits.sessions_max:
             raise SessionsFullError("sessions_max")
-        session = _Session(session_id, self._number + 1, ttl_ms, now, now, now + ttl_ms)
+        session = _Session(session_id, self._number + 1, ttl_ms, now, now, now + ttl_ms, asked)
         self._check_room(session, messages, SESSION_OVERHEAD_BYTES)
         self._number += 1
         session.messages.extend(messages)
@@ -132,8 +137,11 @@ class SessionBook:
     ) -> SessionRecord:
         """See :class:`state_svc.run_ports.SessionStore`."""
         session = self._known(session_id, now)
-        at, answer = self._appended.get((session_id, request_id), (0, None))
+        asked = asked_to_append(messages, expected_version)
+        at, earlier, answer = self._appended.get((session_id, request_id), (0, "", None))
         if answer is not None and now - at < DEDUP_MS:
+            if earlier != asked:
+                raise RequestIdReusedError
             return answer
         if session.open_run:
             raise SessionBusyError
@@ -141,7 +149,7 @@ class SessionBook:
             raise VersionConflictError
         self._drop_expired(now)
         self._add(session, messages, now)
-        self._appended[session_id, request_id] = (now, session.record())
+        self._appended[session_id, request_id] = (now, asked, session.record())
         return session.record()
 
     def delete(self, session_id: str, now: int) -> None:

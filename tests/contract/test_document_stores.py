@@ -23,7 +23,6 @@ from state_svc.document_ports import (
     DocumentLimits,
     DocumentStore,
     GenerationReplacedError,
-    RequestIdReusedError,
     VectorLengthError,
 )
 from state_svc.domain.documents import (
@@ -35,7 +34,7 @@ from state_svc.domain.documents import (
     index_record,
 )
 from state_svc.domain.words import terms_of
-from state_svc.ports import LimitReachedError
+from state_svc.ports import LimitReachedError, RequestIdReusedError
 from tests.valkey import ValkeyProcess, valkey
 
 LIMITS = DocumentLimits(collections_max=2, bytes_max=20_000, documents_max=4, chunks_max=12)

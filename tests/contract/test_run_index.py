@@ -189,7 +189,7 @@ async def test_a_run_that_ends_its_wait_is_found(stores: Stores, old: bool) -> N
         index = runs._index
         latest = await index.before_ready("a", 2)
         await runs._run(
-            "a", "resume", run_id, 1, b"yes", new_id(), *runs._growth_limits(), latest=latest
+            "a", "resume", run_id, 1, b"yes", new_id(), "", *runs._growth_limits(), latest=latest
         )
         await index.after_ready("a", 2, run_id)
 

@@ -33,6 +33,7 @@ from tests.contract.state_rig import KINDS, Stores, new_id, stores_of
 from tests.valkey import ValkeyProcess, valkey
 
 LEASE = Duration(seconds=5)
+REUSED = ("INVALID_ARGUMENT", "INVALID_FIELD")
 SOON_S = 1.0  # well below the slow poll of those that follow
 
 
@@ -138,6 +139,8 @@ async def test_a_run_from_its_creation_to_its_end(service: Service) -> None:
         tenant="a", run_id=run.run_id, step=2, decision=b"yes", request_id=new_id()
     )
     assert (await service.runs.ResumeRun(resume)).run.phase == 1
+    resume.decision = b"no"
+    assert await refusal(service.runs.ResumeRun(resume)) == REUSED
     run, lease = await claim_one(service)
     assert (run.decision, run.decision_step) == (b"yes", 2)
     await service.runs.AppendRun(append(lease, 3, b"end", phase=5, summary=b"done"))
@@ -351,6 +354,10 @@ async def test_a_session_over_the_wire(service: Service) -> None:
     )
     first = await sessions.AppendSession(request)
     assert first == await sessions.AppendSession(request)
+    request.messages[0] = b"other"
+    assert await refusal(sessions.AppendSession(request)) == REUSED
+    another = sessions_pb2.CreateSessionRequest(tenant="a", request_id="r", messages=[b"other"])
+    assert await refusal(sessions.CreateSession(another)) == REUSED
     request.request_id = "r2"
     assert await refusal(sessions.AppendSession(request)) == ("ABORTED", "VERSION_CONFLICT")
     await service.runs.CreateRun(create(session_id=made.session_id))

@@ -23,7 +23,7 @@ from state_svc.domain.run_values import (
     RunUnknownError,
     TooManyRunsError,
 )
-from state_svc.ports import VersionConflictError
+from state_svc.ports import RequestIdReusedError, VersionConflictError
 from tests.contract.state_rig import (
     KINDS,
     LEASE_MS,
@@ -313,6 +313,29 @@ async def test_a_waiting_run_waits_for_its_decision_alone(stores: Stores) -> Non
     await stores.append(again, b"resumed", phase=Phase.WAITING, waiting_step=3)
     record = await stores.runs.resume("a", run_id, 3, b"yes", request)  # a late repetition
     assert (record.phase, record.decision, record.decision_step) == (Phase.WAITING, b"", 0)
+
+
+@pytest.mark.parametrize(("step", "decision"), [(3, b"cancel"), (3, b""), (4, b"retry")], ids=str)
+async def test_a_decisions_request_id_is_not_used_for_another_decision(
+    stores: Stores, step: int, decision: bytes
+) -> None:
+    """Mutant decision_request_id_for_anything: the first one stays, and nobody hears of it."""
+    claimed = await stores.hold()
+    run_id, request = claimed.run.run_id, new_id()
+    await stores.append(claimed, b"w", phase=Phase.WAITING, waiting_step=3)
+    stores.wait(1)
+    made = await stores.runs.resume("a", run_id, 3, b"retry", request)
+    with pytest.raises(RequestIdReusedError):
+        await stores.runs.resume("a", run_id, step, decision, request)
+    assert await stores.runs.get("a", run_id) == made
+    assert await stores.runs.resume("a", run_id, 3, b"retry", request) == made
+    # Nor when it waits for the next one.
+    (again,) = await stores.claim()
+    await stores.append(again, b"w", phase=Phase.WAITING, waiting_step=4)
+    with pytest.raises(RequestIdReusedError):
+        await stores.runs.resume("a", run_id, 4, b"retry", request)
+    stores.wait(DEDUP_MS)
+    assert (await stores.runs.resume("a", run_id, 4, b"retry", request)).decision_step == 4
 
 
 @pytest.mark.parametrize("phase", [Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED])

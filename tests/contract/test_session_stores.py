@@ -2,6 +2,8 @@
 
 Goal: what holds for one holds for the other. Method: each test runs on both, at a clock that it
 moves itself. Oracle: the words of state_svc/run_ports.py and the protos.
+
+Seen to fail on mutants: session_request_id_for_anything, append_request_id_for_anything.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from state_svc.domain.run_values import (
     SessionsFullError,
     SessionUnknownError,
 )
-from state_svc.ports import VersionConflictError
+from state_svc.ports import RequestIdReusedError, VersionConflictError
 from tests.contract.state_rig import KINDS, LEASE_MS, Stores, new_id, stores_of
 from tests.valkey import ValkeyProcess, valkey
 
@@ -70,13 +72,60 @@ async def test_a_session_is_created_once_per_request(stores: Stores) -> None:
     first = await stores.sessions.create("a", new_id(), request, TTL_MS, [b"hello", b"\xff"])
     assert (first.version, first.message_count, first.open_run_id) == (1, 2, "")
     assert first.expire_ms == stores.now_ms + TTL_MS
-    assert await stores.sessions.create("a", new_id(), request, TTL_MS, [b"other"]) == first
+    assert (
+        await stores.sessions.create("a", new_id(), request, TTL_MS, [b"hello", b"\xff"]) == first
+    )
     assert await messages_of(stores, first) == [b"hello", b"\xff"]
     await append(stores, first, b"more")
-    again = await stores.sessions.create("a", new_id(), request, TTL_MS, [])
+    again = await stores.sessions.create("a", new_id(), request, TTL_MS, [b"hello", b"\xff"])
     assert (again.session_id, again.version) == (first.session_id, 2)
     other = await stores.sessions.create("b", new_id(), request, TTL_MS, [])
     assert other.session_id != first.session_id
+
+
+@pytest.mark.parametrize(
+    ("ttl_ms", "messages"),
+    [
+        (TTL_MS, [b"other"]),
+        (TTL_MS, []),
+        (TTL_MS, [b"hell", b"o"]),
+        (TTL_MS, [b"hello", b""]),
+        (TTL_MS + 1, [b"hello"]),
+    ],
+    ids=str,
+)
+async def test_a_creations_request_id_is_not_used_for_another_session(
+    stores: Stores, ttl_ms: int, messages: list[bytes]
+) -> None:
+    request, ids = new_id(), new_id()
+    first = await stores.sessions.create("a", ids, request, TTL_MS, [b"hello"])
+    with pytest.raises(RequestIdReusedError):
+        await stores.sessions.create("a", new_id(), request, ttl_ms, messages)
+    assert [one.session_id for one in (await stores.sessions.page("a", 9)).sessions] == [ids]
+    assert await stores.sessions.create("a", new_id(), request, TTL_MS, [b"hello"]) == first
+    # When its session is gone, it is free.
+    await stores.sessions.delete("a", ids)
+    again = await stores.sessions.create("a", new_id(), request, ttl_ms, messages)
+    assert again.session_id != ids
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [([b"two"], None), ([b"one", b"two"], None), ([b"two"], 999), ([b"one"], 999), ([b"one"], 1)],
+    ids=str,
+)
+async def test_an_appends_request_id_is_not_used_for_another_append(
+    stores: Stores, messages: list[bytes], expected: int | None
+) -> None:
+    session, request = await a_session(stores), new_id()
+    first = await append(stores, session, b"one", request_id=request)
+    stores.wait(50)
+    with pytest.raises(RequestIdReusedError):
+        await append(stores, session, *messages, expected=expected, request_id=request)
+    assert await messages_of(stores, session) == [b"one"]
+    assert await append(stores, session, b"one", request_id=request) == first
+    other = await a_session(stores)
+    await append(stores, other, b"of another session", request_id=request)
 
 
 async def test_messages_are_appended_by_compare_and_set(stores: Stores) -> None:
@@ -272,10 +321,12 @@ async def test_request_ids_are_free_again_after_a_day(stores: Stores) -> None:
     await append(stores, first, b"1", request_id=request)
     stores.wait(DEDUP_MS - 1)
     await append(stores, first, b"1", request_id=request)
-    again = await stores.sessions.create("a", new_id(), request, TTL_MS, [])
+    with pytest.raises(RequestIdReusedError):
+        await append(stores, first, b"2", request_id=request)
+    again = await stores.sessions.create("a", new_id(), request, 10 * DEDUP_MS, [])
     assert again.session_id == first.session_id and again.message_count == 1
     stores.wait(1)
-    await append(stores, first, b"1", request_id=request)
+    await append(stores, first, b"2", request_id=request)
     fresh = await stores.sessions.create("a", new_id(), request, TTL_MS, [])
     assert fresh.session_id != first.session_id
-    assert await messages_of(stores, first) == [b"1", b"1"]
+    assert await messages_of(stores, first) == [b"1", b"2"]
