@@ -66,6 +66,7 @@ class DocumentsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         tenant = self._tenant(context)
         request.request_id = request_id_of(request.request_id)
         _check_place(request.collection, request.document_id)
+        _check_new(request.document_id)
         content = _content(request)
         _check_labels(request.labels)
         model = self._parts.catalog.resolve("", tenant, embeds=True)
@@ -240,6 +241,17 @@ def _check_place(collection: str, document_id: str) -> None:
     _check_collection(collection)
     if not 1 <= len(document_id.encode()) <= DOCUMENT_ID_BYTES_MAX:
         raise invalid("document_id", f"must be 1 to {DOCUMENT_ID_BYTES_MAX} bytes")
+
+
+def _check_new(document_id: str) -> None:
+    """Refuses what a URL's path cannot say: on its way it would become another identifier."""
+    segments = document_id.split("/")
+    if "\\" in document_id or not segments[-1] or not {".", ".."}.isdisjoint(segments):
+        raise invalid(
+            "document_id",
+            "must not hold a backslash, end with a slash, or have . or .. for a part between"
+            " slashes: over HTTP it would be another document",
+        )
 
 
 def _content(request: data_pb2.PutDocumentRequest) -> bytes:

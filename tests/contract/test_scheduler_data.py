@@ -192,6 +192,10 @@ async def test_a_sessions_time_to_live_has_bounds(rig: Rig) -> None:
 # Documents.
 
 
+UNSAYABLE = ("a/", "/", "a//", ".", "..", "x/../y", "./a", "a/..", "a/./b", "a\\b")
+"""Identifiers that become others in the path of a URL."""
+
+
 def document(**fields: Any) -> data_pb2.PutDocumentRequest:
     values: dict[str, Any] = {
         "collection": "manuals",
@@ -412,6 +416,7 @@ BAD_DOCUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"collection": "x" * 65}, "collection"),
     ({"document_id": ""}, "document_id"),
     ({"document_id": "é" * 129}, "document_id"),
+    *(({"document_id": name}, "document_id") for name in UNSAYABLE),
     ({"media_type": "text/x"}, "media_type"),
     ({"content": b""}, "content"),
     ({"content": b"\xff"}, "content"),

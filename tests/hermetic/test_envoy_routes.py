@@ -57,6 +57,8 @@ HIDDEN = (
     "/v1",
     "/v1/generate/more",
     "/chat/",
+    "//chat",
+    "/v1//generate",
     "/v1/../stats",
     "/sluice.scheduler.v1.SchedulerService/../../test.Control/Call",
     "/v1/generate/..;/stats",

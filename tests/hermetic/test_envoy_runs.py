@@ -5,7 +5,8 @@ say in the message's fields; another verb or path reaches nobody; a field that n
 refused by name also where the path has variables; events of a run come as they happen, one JSON
 value a line. Oracle: what the scheduler was asked.
 
-Seen to fail on the mutants variables_unchecked and streams_as_arrays.
+Seen to fail on the mutants variables_unchecked, streams_as_arrays, reserved_characters_stay_escaped
+and slashes_merged.
 """
 
 from __future__ import annotations
@@ -158,6 +159,50 @@ def test_a_verb_and_a_path_are_a_method(
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "application/json"
     assert seen(shared, method) == asked
+
+
+@pytest.mark.parametrize(
+    ("written", "document"),
+    [
+        ("a%3Fb", "a?b"),
+        ("a%23b", "a#b"),
+        ("a%3Ab", "a:b"),
+        ("a:b", "a:b"),
+        ("a%2Bb", "a+b"),
+        ("a+b", "a+b"),
+        ("a%40b%26c%3Dd", "a@b&c=d"),
+        ("100%25", "100%"),
+        ("%253F", "%3F"),
+        ("%5Ba%5D%20%C3%A9", "[a] é"),
+        ("a//b", "a//b"),
+        ("/a", "/a"),
+        ("a/.../b", "a/.../b"),
+        (".a/..b", ".a/..b"),
+    ],
+)
+def test_a_documents_identifier_is_what_its_path_says(
+    shared: Edge, written: str, document: str
+) -> None:
+    """Mutants reserved_characters_stay_escaped and slashes_merged."""
+    base = httpx.URL(f"{shared.url}/v1/collections/c/documents/")
+    url = base.copy_with(raw_path=base.raw_path + written.encode())
+    for verb, method, body in (
+        ("PUT", "PutDocument", {"text": "x"}),
+        ("GET", "GetDocument", None),
+        ("DELETE", "DeleteDocument", None),
+    ):
+        assert httpx.request(verb, url, json=body).status_code == 200
+        assert seen(shared, method)["document_id"] == document
+
+
+@pytest.mark.parametrize("written", ["a%2Fb", "a%5Cb", "a%00b"])
+def test_an_identifier_with_an_escaped_slash_reaches_nobody(shared: Edge, written: str) -> None:
+    before = shared.stubs[0].control()["calls"]
+    base = httpx.URL(f"{shared.url}/v1/collections/c/documents/")
+    url = base.copy_with(raw_path=base.raw_path + written.encode())
+    for verb in ("GET", "DELETE"):
+        assert httpx.request(verb, url).status_code == 400
+    assert shared.stubs[0].control()["calls"] == before
 
 
 def test_every_annotated_method_is_called_here() -> None:
