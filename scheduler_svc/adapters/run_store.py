@@ -6,9 +6,11 @@ the state service's refusals pass through, one that does not answer is STATE_UNR
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -170,6 +172,7 @@ class RunStore:
             active_max=new.runs_max,
             session_id=new.session_id,
             open_max=new.runs_max,
+            request_digest=_digest(spec),
         )
         request.wall_time.FromSeconds(math.ceil(new.budget.wall_time_s) + WALL_SLACK_S)
         done = await answered(self._stub.CreateRun(request, timeout=time_limit_s()))
@@ -196,14 +199,20 @@ def _kind(spec: spec_pb2.RunSpec) -> runs_pb2.RunKind.ValueType:
 
 def _check_same(stored: stored_pb2.StoredRun, spec: spec_pb2.RunSpec) -> None:
     """Raises INVALID_ARGUMENT when a request id that was used asks for something else now."""
-    if not stored.spec:
-        return  # it has ended and made room for others
-    try:
-        earlier = spec_pb2.RunSpec.FromString(stored.spec)
-    except DecodeError:
-        return  # a newer release wrote it
-    if _asked(earlier) != _asked(spec):
+    # Of a run that has ended and made room for others the digest is what is left. The spec is read
+    # by this release's rules, where the digest was made by those of the one that stored it.
+    earlier = stored.request_digest
+    if stored.spec:
+        with suppress(DecodeError):
+            earlier = _digest(spec_pb2.RunSpec.FromString(stored.spec))
+    if earlier and earlier != _digest(spec):
         raise invalid("request_id", "was used for another request")
+
+
+def _digest(spec: spec_pb2.RunSpec) -> bytes:
+    """32 bytes that stay with the run for as long as its request id is known."""
+    kind, asked = _asked(spec)
+    return hashlib.sha256(kind.encode() + b"\0" + asked).digest()
 
 
 def _asked(spec: spec_pb2.RunSpec) -> tuple[str, bytes]:

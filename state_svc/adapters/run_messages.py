@@ -31,6 +31,7 @@ def stored_run(record: RunRecord) -> runs_pb2.StoredRun:
         decision_step=record.decision_step,
         session_id=record.session_id,
         priority=record.priority,
+        request_digest=record.request_digest,
     )
 
 

@@ -21,6 +21,7 @@ from state_svc.run_ports import RunFeed, RunStore, TextStore
 
 SPEC_BYTES_MAX: Final = 4 << 20
 SUMMARY_BYTES_MAX: Final = 64 << 10
+DIGEST_BYTES_MAX: Final = 64
 DECISION_BYTES_MAX: Final = 1 << 20
 EVENTS_MAX: Final = 64
 EVENTS_BYTES_MAX: Final = 4 << 20
@@ -58,6 +59,7 @@ class RunServicer(runs_pb2_grpc.RunServiceServicer):
         check_request_id(request.request_id, "request_id")
         _check_bytes(request.spec, SPEC_BYTES_MAX, "spec")
         _check_bytes(request.summary, SUMMARY_BYTES_MAX, "summary")
+        _check_bytes(request.request_digest, DIGEST_BYTES_MAX, "request_digest")
         _check_events(request.events)
         if not request.events:
             raise invalid("events", "at least one")
@@ -80,6 +82,7 @@ class RunServicer(runs_pb2_grpc.RunServiceServicer):
             open_max=request.open_max,
             session_id=request.session_id,
             wall_ms=_wall_ms(request.wall_time),
+            request_digest=request.request_digest,
         )
         with store_errors():
             record, repeated = await self._store.create(new)

@@ -15,7 +15,8 @@ local LOSS_WAIT_MS, LOSS_WAIT_MAX_MS = 2000, 120000
 local ALL, META, ENDED, ACTIVE, COUNTED = P .. 'runs', P .. 'runs:meta', P .. 'runs:ended', P .. 'runs:active', P .. 'runs:counted'
 local WHOLE_RUNS, WALL = P .. 'runs:whole', P .. 'runs:wall'
 local BRIEF = {'phase', 'summary', 'seq', 'create', 'end', 'cancelled', 'dstep', 'session', 'priority'}
-local WHOLE = {'phase', 'summary', 'seq', 'create', 'end', 'cancelled', 'dstep', 'session', 'priority', 'decision', 'spec'}
+local WHOLE = {'phase', 'summary', 'seq', 'create', 'end', 'cancelled', 'dstep', 'session', 'priority', 'decision', 'spec',
+  'asked'}
 
 local function run_key(id) return P .. 'run:' .. id end
 local function exists(id) return call('EXISTS', run_key(id)) == 1 end
@@ -162,7 +163,7 @@ end
 
 if op == 'create' then
   local request, id, priority, active_max, open_max, session, wall = take(), take(), int(), int(), int(), take(), int()
-  local spec, summary = take(), take()
+  local spec, summary, digest = take(), take(), take()
   local runs_max, bytes_max, events_max, run_bytes_max, kept = int(), int(), int(), int(), int()
   local events, size = rest()
   size = size + RUN_OVERHEAD + #spec + #summary
@@ -182,7 +183,8 @@ if op == 'create' then
   if not make_room(size, bytes_max, kept, false) then return {'RUNS_FULL', 'runs_bytes_max', room_in(size, bytes_max)} end
   if session ~= '' then session_touch(session, id) end
   call('HSET', run_key(id), 'phase', QUEUED, 'summary', summary, 'seq', #events, 'create', now, 'end', 0, 'cancelled', 0,
-    'dstep', 0, 'session', session, 'priority', priority, 'decision', '', 'spec', spec, 'token', 0, 'bytes', 0,
+    'dstep', 0, 'session', session, 'priority', priority, 'decision', '', 'spec', spec, 'asked', digest, 'token', 0,
+    'bytes', 0,
     'counted', active_max > 0 and 1 or 0, 'counts_open', open_max > 0 and 1 or 0, 'wall', wall > 0 and now + wall or 0)
   push(run_key(id) .. ':events', events)
   grow(id, size)

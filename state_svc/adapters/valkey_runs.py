@@ -123,6 +123,7 @@ class ValkeyRuns:
             run.wall_ms,
             run.spec,
             run.summary,
+            run.request_digest,
             limits.open_max,
             *self._growth_limits(),
             *run.events,
@@ -425,7 +426,7 @@ def _size(run: RunRecord) -> int:
 def _record(tenant: str, run_id: str, fields: Sequence[Any]) -> RunRecord:
     """From the fields of BRIEF or WHOLE in ``runs.lua``."""
     phase, summary, seq, create, end, cancelled, step, session, priority = fields[:9]
-    decision, spec = fields[9:] or (b"", b"")
+    decision, spec, digest = fields[9:] or (b"", b"", b"")
     return RunRecord(
         tenant=tenant,
         run_id=run_id,
@@ -440,4 +441,5 @@ def _record(tenant: str, run_id: str, fields: Sequence[Any]) -> RunRecord:
         decision_step=int(step),
         session_id=text(session),
         priority=int(priority),
+        request_digest=digest or b"",  # None: of an earlier release
     )

@@ -112,6 +112,7 @@ class _Run:
             decision_step=self.decision_step,
             session_id=new.session_id,
             priority=new.priority,
+            request_digest=new.request_digest if spec else b"",
         )
 
     def queue(self, now: int) -> None:

@@ -66,7 +66,8 @@ class NewRun:
     """A run to be stored. ``priority`` 1 to 4. ``active_max``: most runs of the tenant claimed at
     once; 0: this one is neither held back nor counted. ``open_max``: most counted runs that are
     queued, running or paused; 0: this one is neither refused nor counted. ``wall_ms``: after so
-    long, waits for people excepted, it has only to be ended; 0: never."""
+    long, waits for people excepted, it has only to be ended; 0: never. ``request_digest``: what its
+    writer tells a repeated request by."""
 
     tenant: str
     run_id: str
@@ -79,11 +80,13 @@ class NewRun:
     open_max: int = 0
     session_id: str = ""
     wall_ms: int = 0
+    request_digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run as stored. ``spec`` is empty where it was not asked for, ``decision`` in lists."""
+    """A run as stored. ``spec`` is empty where it was not asked for or was given up, ``decision``
+    and ``request_digest`` in lists."""
 
     tenant: str
     run_id: str
@@ -98,6 +101,7 @@ class RunRecord:
     decision_step: int
     session_id: str
     priority: int
+    request_digest: bytes
 
 
 @dataclass(frozen=True, slots=True)

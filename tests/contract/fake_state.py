@@ -124,6 +124,7 @@ class FakeRuns(runs_pb2_grpc.RunServiceServicer):
             last_sequence=len(request.events),
             session_id=request.session_id,
             priority=request.priority,
+            request_digest=request.request_digest,
         )
         stored.create_time.GetCurrentTime()
         self.runs[key] = FakeRun(stored, request, list(request.events))

@@ -50,7 +50,7 @@ async def stores(request: pytest.FixtureRequest, server: ValkeyProcess) -> Async
 
 async def test_ended_runs_give_their_events_up_for_others(stores: Stores) -> None:
     slow = await stores.hold()
-    made = [a_run(spec=b"s" * 40_000) for _ in range(8)]
+    made = [a_run(spec=b"s" * 40_000, request_digest=b"\xff%d" % n) for n in range(8)]
     for new in made:
         await stores.runs.create(new)
         (claimed,) = await stores.claim()
@@ -61,6 +61,8 @@ async def test_ended_runs_give_their_events_up_for_others(stores: Stores) -> Non
     oldest = await stores.runs.get("a", made[0].run_id)
     assert (oldest.phase, oldest.summary, oldest.spec) == (Phase.SUCCEEDED, b"told", b"")
     assert oldest.last_sequence == 3
+    # Mutant digest_goes_with_the_spec: what tells its request from another one stays.
+    assert oldest.request_digest == b"\xff0"
     page = await stores.runs.read("a", made[0].run_id, 1)
     assert (page.first, page.events, page.more, page.ended) == (3, (b"end",), False, True)
     parts = WatchParts(WatchReads(stores.runs), stores.texts, watch_room(1 << 20))

@@ -125,7 +125,7 @@ async def soon(call: Any) -> Any:
 
 
 async def test_a_run_from_its_creation_to_its_end(service: Service) -> None:
-    request = create()
+    request = create(request_digest=b"\xffasked")
     made = await service.runs.CreateRun(request)
     assert not made.repeated_request
     assert (await service.runs.CreateRun(request)).repeated_request
@@ -146,6 +146,7 @@ async def test_a_run_from_its_creation_to_its_end(service: Service) -> None:
     await service.runs.AppendRun(append(lease, 3, b"end", phase=5, summary=b"done"))
     got = (await service.runs.GetRun(runs_pb2.GetRunRequest(tenant="a", run_id=run.run_id))).run
     assert (got.phase, got.summary, got.last_sequence) == (5, b"done", 4)
+    assert got.request_digest == b"\xffasked"
     assert got.end_time.ToMilliseconds() == service.stores.now_ms
     read = await service.runs.ReadRun(runs_pb2.ReadRunRequest(tenant="a", run_id=run.run_id))
     assert [(one.sequence, one.event) for one in read.entries] == [
@@ -195,6 +196,7 @@ async def test_refusals_say_what_is_wrong(service: Service) -> None:
         {"request_id": "a b"},
         {"spec": b"x" * ((4 << 20) + 1)},
         {"summary": b"x" * ((64 << 10) + 1)},
+        {"request_digest": b"x" * 65},
         {"events": []},
         {"events": [b"x"] * 65},
         {"priority": 0},

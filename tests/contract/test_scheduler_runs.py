@@ -173,6 +173,26 @@ async def test_a_request_id_is_not_used_for_something_else(rig: Rig) -> None:
     assert len(rig.runs.runs) == 1
 
 
+async def test_nor_when_its_run_has_ended_and_made_room_for_others(rig: Rig) -> None:
+    """Mutant digest_not_compared: what it asked for is known by a digest only by then."""
+    request = task(background=True)
+    (first,) = await rig.events("RunAgent", request)
+    run = rig.runs.only()
+    rig.runs.append(run, b"", phase=stored_pb2.RUN_PHASE_SUCCEEDED)
+    assert len(run.stored.request_digest) == 32
+    run.stored.spec = b""
+    same = task(request_id=request.request_id.upper(), background=True, mode=AUTO, model="alias")
+    assert (await rig.events("RunAgent", same))[0].run_id == first.run_id
+    other = task(request_id=request.request_id, task="something else")
+    for load in (0.0, 9.0):
+        rig.load = FleetLoad(0.0, load)
+        error = await rig.refused("RunAgent", other)
+        assert [one.field for one in error.fields] == ["request_id"]
+    run.stored.request_digest = b""  # an earlier release stored it
+    rig.load = FleetLoad(0.0, 0.0)
+    assert (await rig.events("RunAgent", same))[0].run_id == first.run_id
+
+
 async def test_a_closed_gate_does_not_hide_the_run_that_was_let_through(rig: Rig) -> None:
     request = task(background=True)
     (first,) = await rig.events("RunAgent", request)
