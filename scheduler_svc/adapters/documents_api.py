@@ -311,6 +311,8 @@ def _hit(hit: documents_pb2.ChunkHit) -> data_pb2.SearchHit:
         chunk=hit.chunk.number,
         text=hit.chunk.text,
         score=hit.score,
+        vector_score=hit.vector_score,
+        term_score=hit.term_score,
         begin_byte=hit.chunk.begin_byte,
         end_byte=hit.chunk.end_byte,
     )

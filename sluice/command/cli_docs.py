@@ -208,7 +208,8 @@ def search(
     endpoint: EndpointOption = "",
     key_file: KeyFileOption = None,
 ) -> None:
-    """Find passages by meaning and by words, best first."""
+    """Find passages by meaning and by words, best first. The score puts them in order; how near one
+    is, its cosine and the score of its words (BM25) say."""
     from sluice.command.log_files import printable
     from sluice.scheduler.v1 import data_pb2
 
@@ -225,7 +226,8 @@ def search(
         return
     for hit in hits:
         where = f"{hit.document_id}, bytes {hit.begin_byte} to {hit.end_byte}"
-        output().print(Text(f"{hit.score:.4f}  {where}", style="bold"), soft_wrap=True)
+        near = f"cosine {hit.vector_score:.3f}, words {hit.term_score:.2f}"
+        output().print(Text(f"{hit.score:.4f}  {where}  ({near})", style="bold"), soft_wrap=True)
         output().print(Text(printable(hit.text.strip()) + "\n"), soft_wrap=True)
     if not hits:
         errors().print("nothing was found")

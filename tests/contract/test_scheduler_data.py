@@ -390,6 +390,7 @@ async def test_a_search_embeds_its_question_as_the_tenant(rig: Rig) -> None:
     (hit,) = (await rig.ask("SearchDocuments", request)).hits
     assert (hit.document_id, hit.chunk, hit.text) == ("a/b", 1, "about y")
     assert (hit.begin_byte, hit.end_byte) == (1, 2)
+    assert (hit.vector_score, hit.term_score) == (pytest.approx(1.0), 0.0), "none of its words"
     asked, caller = rig.answers.embedded[0]
     assert (list(asked.texts), caller.tenant.name) == (["dogs"], "a")
     assert caller.priority_class is PriorityClass.STANDARD

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -187,10 +188,14 @@ def test_documents_are_added_found_and_deleted(running: Mesh, tmp_path: Path) ->
     found = sluice(running, "docs", "search", "things", "stripes of a zebra", "--top-k", "1")
     assert found.returncode == 0, found.stderr
     assert "deep/two.txt" in found.stdout and "A zebra has stripes." in found.stdout
+    assert re.search(r"\(cosine -?\d\.\d{3}, words [1-9]?\d\.\d\d\)", found.stdout)
     (hit,) = json.loads(
         sluice(running, "docs", "search", "things", "zebra", "--top-k", "1", "--json").stdout
     )
     assert hit["document_id"] == "deep/two.txt"
+    assert hit["term_score"] > 0 and -1 <= hit["vector_score"] <= 1
+    nonsense = sluice(running, "docs", "search", "things", "xyzzy qwrtplm zorbifrax")
+    assert (nonsense.stdout, nonsense.stderr) == ("", "nothing was found\n")
     assert sluice(running, "docs", "rm", "things", "deep/two.txt").returncode == 0
     assert "two.txt" not in sluice(running, "docs", "search", "things", "zebra").stdout
     assert sluice(running, "docs", "rm", "things", "deep/two.txt").returncode == 4
