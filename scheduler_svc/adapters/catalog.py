@@ -74,8 +74,10 @@ class Catalog:
             works = ((model, self.work_of(model)) for model in models)
             able = (model for model, work in works if work is not None and work[embeds])
             name = next(able, self._default[embeds])
+            if name not in models and not self._fleet.knows_all:
+                raise _not_said_yet()
         if name not in models or not self._permits(tenant, name):
-            raise _unknown(name)
+            raise _unknown(name or ", ".join(models))
         return self._able(name, embeds, self._known())
 
     def _permits(self, tenant: Tenant, model: str) -> bool:
@@ -93,11 +95,7 @@ class Catalog:
             if resolved == self._default[embeds]:
                 return resolved  # configured, not up yet: the queue decides
             if not self._fleet.knows_all:
-                raise unavailable(
-                    "NO_INSTANCE",
-                    "no instance that has answered serves the model, and some have not yet",
-                    1.0,
-                )
+                raise _not_said_yet()
             raise _unknown(resolved)
         able = model.capabilities.embed if embeds else model.capabilities.generate
         if not able:
@@ -165,6 +163,14 @@ def _entry(described: inference_pb2.GetModelResponse) -> generate_pb2.Model:
         simulated=described.simulated,
         engine=described.engine,
         embedding_dimensions=described.embedding_dimensions,
+    )
+
+
+def _not_said_yet() -> SluiceError:
+    return unavailable(
+        "NO_INSTANCE",
+        "no instance that has answered serves the model, and some have not yet",
+        1.0,
     )
 
 

@@ -36,3 +36,33 @@ def test_a_model_that_is_not_there_is_named_in_the_message(
     assert raised.value.message == f"no such model for this tenant: {shown}"
     assert raised.value.metadata == {"model": name}
     assert [one.field for one in raised.value.fields] == ["model"]
+
+
+def described(model: str, *, embeds: bool = False) -> Any:
+    can = SimpleNamespace(generate=not embeds, embed=embeds)
+    return SimpleNamespace(model=model, capabilities=can)
+
+
+def granted(*known: Any, knows_all: bool) -> str:
+    """The model of a run's step that names none, of a run that may call m and e."""
+    models = dict(enumerate(known))
+    fleet: Any = SimpleNamespace(models=models, knows_all=knows_all)
+    tenant: Any = SimpleNamespace(may_use=lambda _name: True)
+    return Catalog(fleet, "", "", AliasTable({})).granted("", tenant, ["m", "e"])
+
+
+def test_a_runs_step_waits_for_a_scheduler_that_does_not_know_its_models_yet() -> None:
+    """Mutant step_of_an_unknown_model_fails: a scheduler that has just begun anew."""
+    for known in ((), (described("other"),), (described("e", embeds=True),)):
+        with pytest.raises(SluiceError) as raised:
+            granted(*known, knows_all=False)
+        assert (raised.value.code, raised.value.reason) == (Code.UNAVAILABLE, "NO_INSTANCE")
+        assert raised.value.retry_after_s
+    assert granted(described("m"), knows_all=False) == "m"
+
+
+def test_a_runs_step_is_refused_when_its_models_are_gone() -> None:
+    with pytest.raises(SluiceError) as raised:
+        granted(described("other"), knows_all=True)
+    assert (raised.value.code, raised.value.reason) == (Code.NOT_FOUND, "MODEL_UNKNOWN")
+    assert raised.value.message == "no such model for this tenant: 'm, e'"
