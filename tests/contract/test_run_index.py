@@ -25,6 +25,7 @@ from state_svc.adapters.memory_stores import MemoryRegistry
 from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.adapters.valkey_run_index import LATE_MS, LOOK_AGAIN_MS, UNUSED_MS
 from state_svc.adapters.valkey_runs import ValkeyRuns
+from state_svc.domain.run_book import LOSS_WAIT_MS
 from state_svc.domain.run_values import Phase, RunUnknownError
 from state_svc.ports import Kind, StoreUnavailableError
 from tests.contract.state_rig import LEASE_MS, Stores, a_run, new_id, stores_of
@@ -156,9 +157,11 @@ async def try_all(
 
 
 async def all_held(stores: Stores) -> list[Any]:
-    """Every open run, held by this test."""
+    """Every open run, held by this test. Those that have lost two holders already wait a moment."""
     stores.wait(LEASE_MS + LOOK_AGAIN_MS)
     held = await stores.claim()
+    stores.wait(LOSS_WAIT_MS)
+    held += await stores.claim()
     page = await stores.runs.page("a", 100)
     assert {one.run.run_id for one in held} == {run.run_id for run in page.runs if not run.end_ms}
     return held
