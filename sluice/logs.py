@@ -41,6 +41,7 @@ _QUIET = {
     "client": NEVER,
 }
 _REPEATING = ("opentelemetry",)
+_STATUS = "SendStatusFromServerOperation"
 REPEAT_S = 60.0  # how often the same line of such a library is written
 
 Scalar = str | int | float | bool | None
@@ -95,6 +96,19 @@ class RepeatFilter(logging.Filter):
         return True
 
 
+class HungUpFilter(logging.Filter):
+    """Keeps out what gRPC says with a traceback when a call's status cannot be sent any more: its
+    client has hung up, most often at its deadline, and gRPC has not noted that yet. A call that
+    is wrong in itself has another text."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        if record.name != "grpc._cython.cygrpc" or type(error).__name__ != "ExecuteBatchError":
+            return True
+        text = str(error)
+        return not (text.startswith('Failed "execute_batch"') and _STATUS in text)
+
+
 def _bounded(value: Scalar) -> Scalar:
     if isinstance(value, int | float | bool) or value is None:
         return value
@@ -143,6 +157,7 @@ def setup(service: str, level: str = "info", stream: TextIO | None = None) -> No
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter(service))
     handler.addFilter(RepeatFilter())
+    handler.addFilter(HungUpFilter())
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)

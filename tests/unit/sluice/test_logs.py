@@ -6,10 +6,15 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
 
 import pytest
 
 from sluice import context, logs
+
+GRPC = "grpc._cython.cygrpc"
+ExecuteBatchError: Any = import_module(GRPC).ExecuteBatchError  # which has no types
 
 
 @pytest.fixture
@@ -93,3 +98,26 @@ def test_a_library_says_the_same_thing_once_a_minute_and_ours_always() -> None:
     messages = [json.loads(line)["message"] for line in stream.getvalue().splitlines()]
     assert messages.count("cannot reach collector") == 1
     assert messages.count("twice") == 3
+
+
+SEND_STATUS = "(<grpc._cython.cygrpc.SendStatusFromServerOperation object at 0x7f>,)"
+SEND_MESSAGE = "(<grpc._cython.cygrpc.SendMessageOperation object at 0x7f>,)"
+
+
+@pytest.mark.parametrize(
+    ("error", "logger", "written"),
+    [
+        (ExecuteBatchError(f'Failed "execute_batch": {SEND_STATUS}'), GRPC, False),
+        (ExecuteBatchError(f'Failed "execute_batch": {SEND_MESSAGE}'), GRPC, True),
+        (ExecuteBatchError(f"Failed grpc_call_start_batch: 3 {SEND_STATUS}"), GRPC, True),
+        (ValueError(f'Failed "execute_batch": {SEND_STATUS}'), GRPC, True),
+        (ExecuteBatchError(f'Failed "execute_batch": {SEND_STATUS}'), "sluice", True),
+    ],
+    ids=["hung up", "a message", "a wrong call", "another error", "another logger"],
+)
+def test_a_client_that_hung_up_is_no_error(
+    lines: io.StringIO, error: Exception, logger: str, written: bool
+) -> None:
+    """Of all that gRPC says only this is kept out."""
+    logging.getLogger(logger).error("raised in core by servicer method", exc_info=error)
+    assert bool(lines.getvalue()) is written
