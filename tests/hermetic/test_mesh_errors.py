@@ -105,6 +105,7 @@ GENERATE = {
     "long tokens": Case({"token_ids": [97] * 8_192}, "token_ids", reason=LONG),
     "unknown model": Case(
         {"prompt": "x", "model": "nope"},
+        "model",
         code=Code.NOT_FOUND,
         reason="MODEL_UNKNOWN",
         metadata={"model": "nope"},
@@ -123,7 +124,7 @@ EMBED = {
     "a long text": Case({"texts": ["a", "y" * 100_000]}, "texts[1]", reason=LONG),
     "request id": Case({"texts": ["a"], "request_id": "é"}, "request_id"),
     "unknown model": Case(
-        {"texts": ["a"], "model": "nope"}, code=Code.NOT_FOUND, reason="MODEL_UNKNOWN"
+        {"texts": ["a"], "model": "nope"}, "model", code=Code.NOT_FOUND, reason="MODEL_UNKNOWN"
     ),
     "a model that generates": Case(
         {"texts": ["a"], "model": "sim"}, code=Code.FAILED_PRECONDITION, reason="MODEL_CAPABILITY"
