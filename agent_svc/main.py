@@ -59,7 +59,13 @@ class Parts:
         self._state = open_channel(config.state)
         self.rights = TenantRights(self._state)
         self.tools = ToolParts(
-            path, self._state, telemetry, os.environ, config.folder, registered_private
+            path,
+            self._state,
+            telemetry,
+            os.environ,
+            config.folder,
+            registered_private,
+            self.rights.version,
         )
         self._models = MeshModels(config.schedulers)
         runs = StateRuns(self._state, config.state_timeout_s)
@@ -152,12 +158,14 @@ async def serve() -> int:
     await server.start()
     async with asyncio.TaskGroup() as group:
         following = group.create_task(parts.rights.run())
+        keeping = group.create_task(parts.tools.box.run())
         working = group.create_task(parts.worker.run())
         status = await serve_until_signalled(
             [server], parts.drain, config.drain_grace_s, probe_lag_s=config.probe_lag_s
         )
         working.cancel()
         following.cancel()
+        keeping.cancel()
     await parts.close()
     return status
 

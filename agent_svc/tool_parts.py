@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import grpc.aio
@@ -28,7 +28,8 @@ TOOLS_MAX = 256  # [[tool]] tables
 class ToolParts:
     """All that tools need; one per process. ``path``: of sluice.toml; ``state``: a channel to the
     state service, which the caller closes; ``folder``: what relative paths count from, unset: the
-    file's own folder; ``registered_private``: what registered tools may reach besides."""
+    file's own folder; ``registered_private``: what registered tools may reach besides;
+    ``versions``: as of Tools."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class ToolParts:
         environ: Mapping[str, str],
         folder: Path | None = None,
         registered_private: Sequence[PrivateRule] = (),
+        versions: Callable[[str], int] = lambda _: 0,
     ) -> None:
         """Raises ConfigError naming table and field of a wrong declaration."""
         self._guard = EgressGuard()
@@ -58,7 +60,12 @@ class ToolParts:
         )
         try:
             self.box = Tools(
-                declared(path), sources, Runner(store, telemetry), store, registered_private
+                declared(path),
+                sources,
+                Runner(store, telemetry),
+                store,
+                registered_private,
+                versions,
             )
         except SluiceError as error:
             wrong = error.fields[0]

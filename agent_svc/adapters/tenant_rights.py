@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc.aio
@@ -26,18 +27,32 @@ PAUSE_MAX_S: Final = 1.0
 log = logs.get(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Tenant:
+    version: int
+    tools: frozenset[str]
+
+
+_NOBODY: Final = _Tenant(0, frozenset())
+
+
 class TenantRights:
     """See the module's docstring. One per process; memory: the names of every tenant's tools."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub: Any = tenants_pb2_grpc.TenantServiceStub(channel)
-        self._known: dict[str, frozenset[str]] | None = None
-        self._coming: dict[str, frozenset[str]] = {}  # of a snapshot that is not whole yet
+        self._known: dict[str, _Tenant] | None = None
+        self._coming: dict[str, _Tenant] = {}  # of a snapshot that is not whole yet
 
     def tools(self, tenant: str) -> Collection[str] | None:
         """Names of tools and of what they belong to; none for a tenant that is gone or may not use
         agents. ``None``: nothing was said yet."""
-        return None if self._known is None else self._known.get(tenant, frozenset())
+        return None if self._known is None else self._known.get(tenant, _NOBODY).tools
+
+    def version(self, tenant: str) -> int:
+        """Of the tenant's record: grows with every change, also over a deletion. 0: there is no
+        such tenant, or nothing was said yet."""
+        return 0 if self._known is None else self._known.get(tenant, _NOBODY).version
 
     async def run(self) -> None:
         """Follows until cancelled."""
@@ -57,7 +72,9 @@ class TenantRights:
 
     def _changed(self, change: tenants_pb2.WatchTenantsResponse) -> None:
         told = {
-            tenant.name: frozenset(tenant.tools) if tenant.agents else frozenset()
+            tenant.name: _Tenant(
+                tenant.version, frozenset(tenant.tools) if tenant.agents else frozenset()
+            )
             for tenant in change.tenants
         }
         if change.snapshot:

@@ -5,6 +5,10 @@ checked again here by the same rules as at their registration: what the store ho
 by itself. While the service does not answer, what was read up to `STALE_S` ago holds. A declaration
 that changed gets a new source; the old one is closed when calls through it are over for sure.
 
+A server of the configuration may remember its callers, so each tenant has a session of its own with
+it; the one without a tenant only lists. All that a tenant has here ends with the version of its
+record: a deleted tenant leaves nothing to a later one of its name.
+
 A name of the configuration hides a registered one. Runs on the event loop; bounded by
 `TENANTS_MAX` tenants, the least recently used first out.
 """
@@ -13,8 +17,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from agent_svc.adapters.tools.factory import Sources, info_from
@@ -52,7 +56,12 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Tenant:
+    """What one tenant has: ``entries`` that were registered for it, ``sessions`` with servers of
+    the configuration."""
+
+    version: int
     entries: dict[str, _Entry] = field(default_factory=dict)
+    sessions: dict[str, _Entry] = field(default_factory=dict)
     read_at: float = float("-inf")
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -67,13 +76,16 @@ class Tools:
         runner: Runner,
         registered: RegisteredTools | None = None,
         registered_private: Sequence[PrivateRule] = (),
+        versions: Callable[[str], int] = lambda _: 0,
     ) -> None:
-        """``registered_private``: what registered tools may reach beside public addresses. Raises
-        SluiceError INVALID_ARGUMENT naming table and field of a wrong declaration."""
+        """``registered_private``: what registered tools may reach beside public addresses.
+        ``versions``: of a tenant's record now, which also grows over a deletion; 0: there is none.
+        Raises SluiceError INVALID_ARGUMENT naming table and field of a wrong declaration."""
         self._sources = sources
         self._runner = runner
         self._registered = registered
         self._registered_private = registered_private
+        self._versions = versions
         self._configured: dict[str, _Entry] = {}
         for index, one in enumerate(declarations):
             tool_rules.check(one, f"tool[{index}]", configured=True)
@@ -97,6 +109,14 @@ class Tools:
         told = await asyncio.gather(*(self._states_of(entries[name]) for name in sorted(entries)))
         return [status for one in told for status in one]
 
+    async def run(self) -> None:
+        """Ends what tenants had that were changed or deleted since, until cancelled."""
+        while True:
+            await asyncio.sleep(KEPT_S)
+            for tenant, held in self._tenants.items():
+                self._renew(tenant, held)
+            await self._close_retired()
+
     async def _callable(self, entry: _Entry) -> Sequence[Tool]:
         """Raises SluiceError: a run that was given a tool does not go on as if it had none."""
         try:
@@ -119,8 +139,8 @@ class Tools:
     async def close(self) -> None:
         """Ends every source."""
         entries = [*self._configured.values()]
-        for tenant in self._tenants.values():
-            entries += tenant.entries.values()
+        for held in self._tenants.values():
+            entries += [*held.entries.values(), *held.sessions.values()]
         retired, self._retired = self._retired, []
         sources = [*(entry.source for entry in entries), *(one for _, one in retired)]
         await asyncio.gather(*(source.close() for source in sources if source is not None))
@@ -133,27 +153,51 @@ class Tools:
 
     async def _find(self, tenant: str, owner: str) -> _Entry | None:
         configured = self._configured.get(owner)
-        return configured or (await self._own(tenant)).get(owner)
+        if configured is None:
+            return (await self._own(tenant)).get(owner)
+        if configured.declaration.WhichOneof("kind") != "mcp":
+            return configured  # nothing of a call stays behind for the next one
+        sessions = self._held(tenant).sessions
+        if owner not in sessions:
+            source = self._sources.source(configured.declaration)
+            sessions[owner] = replace(configured, source=source, tenant=tenant)
+        return sessions[owner]
+
+    def _held(self, tenant: str) -> _Tenant:
+        held = self._tenants.setdefault(tenant, _Tenant(self._versions(tenant)))
+        self._tenants.move_to_end(tenant)
+        self._renew(tenant, held)
+        while len(self._tenants) > TENANTS_MAX:
+            _, gone = self._tenants.popitem(last=False)
+            self._let_go(gone)
+        return held
+
+    def _renew(self, tenant: str, held: _Tenant) -> None:
+        version = self._versions(tenant)
+        if version != held.version:
+            self._let_go(held)
+            held.version, held.read_at = version, float("-inf")
+
+    def _let_go(self, held: _Tenant) -> None:
+        for entry in (*held.entries.values(), *held.sessions.values()):
+            self._retire(entry)
+        held.entries, held.sessions = {}, {}
 
     async def _own(self, tenant: str) -> Mapping[str, _Entry]:
         if self._registered is None:
             return {}
-        held = self._tenants.setdefault(tenant, _Tenant())
-        self._tenants.move_to_end(tenant)
+        held = self._held(tenant)
         async with held.lock:
             now = asyncio.get_running_loop().time()
             if now - held.read_at >= KEPT_S:
+                version = held.version
                 try:
                     self._take(tenant, held, await self._registered.registered(tenant))
-                    held.read_at = now
+                    if held.version == version:  # else it may be what the tenant before had
+                        held.read_at = now
                 except SluiceError:
                     if now - held.read_at > STALE_S:
                         raise
-        while len(self._tenants) > TENANTS_MAX:
-            _, gone = self._tenants.popitem(last=False)
-            for entry in gone.entries.values():
-                self._retire(entry)
-        await self._close_retired()
         return held.entries
 
     def _take(self, tenant: str, held: _Tenant, told: Sequence[ToolDeclaration]) -> None:
@@ -192,5 +236,4 @@ class Tools:
         due = [source for end, source in self._retired if end <= now]
         if due:
             self._retired = [one for one in self._retired if one[0] > now]
-            for source in due:
-                await source.close()
+            await asyncio.gather(*(source.close() for source in due), return_exceptions=True)

@@ -33,6 +33,7 @@ TOOLS = (
     "change",
     "whisper",
     "invalid",
+    "remember",
 )
 PIXEL = "iVBORw0KGgo="
 STUBBORN_CHILD = (
@@ -41,6 +42,7 @@ STUBBORN_CHILD = (
 )
 log = Path(sys.argv[1])
 listed = [{"name": name, "description": f"Does {name}.", "inputSchema": OBJECT} for name in TOOLS]
+remembered: list[dict[str, Any]] = []  # as long as this process lives
 asked: dict[str, list[Any]] = {}  # answers to requests of this server, by call
 
 
@@ -114,6 +116,9 @@ def call(number: Any, name: str, arguments: dict[str, Any], meta: dict[str, Any]
         case "whisper":
             print(arguments["secret"], file=sys.stderr, flush=True)
             result = text("whispered")
+        case "remember":
+            remembered.append(arguments)
+            result = text(json.dumps(remembered))
         case "invalid":
             send({"id": number, "result": {"content": "not a list"}})
             return

@@ -5,23 +5,29 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from agent_svc.adapters.tools.mcp import McpServer
 from agent_svc.adapters.tools.mcp_connection import LISTING_GAP_S
 from agent_svc.domain.model import Effect
 from agent_svc.ports import ToolError
 from sluice.agent.v1 import tools_pb2
-from tests.contract.mcp_rig import ask, context, logged, one, opened, stdio
+from tests.contract.mcp_rig import TIMES_OUT_S, ask, context, logged, one, opened, stdio
 
 PATIENCE_S = 15.0
 
 
 def calls(log: Path) -> list[dict[str, Any]]:
     return [message for message in logged(log) if message.get("method") == "tools/call"]
+
+
+def connected(*servers: McpServer) -> list[bool]:
+    return [server.connection.connected for server in servers]
 
 
 async def failure(awaited: Any) -> ToolError:
@@ -225,3 +231,29 @@ def _alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+async def test_a_session_too_many_is_refused_until_an_idle_one_has_made_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: sessions are bounded, and who needs one gets it before long. Method: a bound of two
+    programs and three that are wanted. Oracle: while both were just used the third is refused as
+    unavailable and nothing else happens; then the one that was not used for longest makes room."""
+    monkeypatch.setattr("agent_svc.adapters.tools.mcp_servers.PROGRAMS_MAX", 2)
+    async with opened() as servers:
+        first, second, third = (servers.server(stdio(tmp_path / f"log{n}")) for n in range(3))
+        await ask(first, "echo")
+        await ask(second, "echo")
+        with pytest.raises(ToolError) as caught:
+            await third.tools()
+        assert (caught.value.reason, caught.value.made) == ("TOOL_UNAVAILABLE", False)
+        assert third.connection.problem == "Too many tool servers are in use."
+        assert connected(first, second) == [True, True]
+        await ask(first, "echo")
+        monkeypatch.setattr("agent_svc.adapters.tools.mcp_servers.SPARED_S", 0.0)
+        async with asyncio.timeout(TIMES_OUT_S):
+            while connected(third) == [False]:
+                with suppress(ToolError):
+                    await third.tools()
+        assert connected(first, second) == [True, False]
+        await ask(third, "echo")

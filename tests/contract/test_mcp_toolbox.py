@@ -1,4 +1,4 @@
-"""MCP servers among the tools of a process."""
+"""MCP servers among the tools of a process. Mutant: mcp_session_of_all_tenants."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import asyncio
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from agent_svc.ports import ToolError
 from agent_svc.tool_parts import ToolParts
 from sluice.channels import open_channel
 from sluice.config import ConfigError
 from sluice.errors import SluiceError
 from sluice.telemetry import Telemetry
-from tests.contract.mcp_rig import SCRIPT, context
+from tests.contract.mcp_rig import SCRIPT, context, logged
 
 TABLES = """
 [[tool]]
@@ -34,6 +36,14 @@ name = "hung"
 description = "A tool."
 mcp = {{ url = "http://127.0.0.1:{port}/mcp" }}
 egress = {{ hosts = ["127.0.0.1:{port}"], private_allowed = ["127.0.0.1:{port}"] }}
+"""
+
+DESK = """
+[[tool]]
+name = "desk"
+description = "A tool."
+effect = "read"
+mcp = {{ command = ["python", "-I", "-S", "{script}", "{log}"], tools = ["remember"] }}
 """
 
 
@@ -72,6 +82,40 @@ async def test_a_server_that_hangs_holds_up_no_other_tool(
             writer.close()
             await writer.wait_closed()
         await channel.close()
+
+
+async def test_what_a_server_remembers_of_one_tenant_no_other_hears(tmp_path: Path) -> None:
+    """Goal: a server that keeps notes in its process keeps them apart. Method: two tenants, and one
+    that was deleted and made again, each with calls. Oracle: each hears its own notes only;
+    there is a process for each."""
+    path = tmp_path / "sluice.toml"
+    path.write_text(DESK.format(script=SCRIPT, log=tmp_path / "log"))
+    versions = {"a": 1, "b": 2}
+    channel = open_channel("127.0.0.1:1")
+    parts = ToolParts(
+        path, channel, Telemetry.off(), os.environ, versions=lambda tenant: versions.get(tenant, 0)
+    )
+
+    async def notes(tenant: str, note: int) -> list[int]:
+        (tool,) = await parts.box.resolve(tenant, ["desk"])
+        result = await tool.call({"note": note}, replace(context(), tenant=tenant))
+        return [one["note"] for one in json.loads(json.loads(result.content_json))]
+
+    try:
+        assert [await notes("a", 1), await notes("b", 2)] == [[1], [2]]
+        assert [await notes("a", 3), await notes("b", 4)] == [[1, 3], [2, 4]]
+        versions["a"] = 3
+        assert [await notes("a", 5), await notes("b", 6)] == [[5], [2, 4, 6]]
+        (tool,) = await parts.box.resolve("a", ["desk"])
+        with pytest.raises(ToolError) as refused:
+            await tool.call({"note": 7}, replace(context(), tenant="b"))
+        assert refused.value.reason == "TOOL_NOT_GRANTED"
+    finally:
+        await parts.close()
+        await channel.close()
+    heard = logged(tmp_path / "log")
+    assert len([one for one in heard if "pids" in one]) == 3
+    assert len([one for one in heard if one.get("method") == "tools/call"]) == 6
 
 
 async def test_a_wrong_declaration_of_a_server_names_its_field(tmp_path: Path) -> None:

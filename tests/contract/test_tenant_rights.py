@@ -87,6 +87,25 @@ async def test_a_tenants_list_is_followed_through_changes_and_restarts() -> None
         await channel.close()
 
 
+async def test_a_tenant_that_is_made_again_has_another_version() -> None:
+    registry = MemoryRegistry()
+    async with state(registry, "127.0.0.1:0") as target:
+        channel = open_channel(target)
+        async with rights(channel) as known:
+            assert known.version("a") == 0
+            await put(channel, "a", agents=True)
+            await until(lambda: known.version("a") > 0)
+            first = known.version("a")
+            stub: Any = TenantServiceStub(channel)
+            await stub.DeleteTenant(tenants_pb2.DeleteTenantRequest(tenant="a"))
+            await until(lambda: known.version("a") == 0)
+            _, marks = await registry.deletions()
+            assert await registry.mark("a", marks["a"], None)  # what it stored is gone
+            await put(channel, "a", agents=True)
+            await until(lambda: known.version("a") > first)
+        await channel.close()
+
+
 async def test_what_was_last_said_stays_while_the_state_service_is_away() -> None:
     registry = MemoryRegistry()
     async with state(registry, "127.0.0.1:0") as target:

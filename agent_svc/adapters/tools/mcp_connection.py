@@ -102,6 +102,16 @@ class McpConnection:
         when it does not answer."""
         self._wake.set()
 
+    @property
+    def unused_s(self) -> float:
+        """Seconds since somebody asked for the session; without end when it is to be closed."""
+        return asyncio.get_running_loop().time() - self._used_at
+
+    def rest(self) -> None:
+        """Closes the session as an idle one, unless it is used meanwhile; a use opens it again."""
+        self._used_at = float("-inf")
+        self._wake.set()
+
     def broken(self, session: ClientSession) -> None:
         """This session is of no use any more: opens a new one."""
         if session is self._session:
@@ -166,8 +176,7 @@ class McpConnection:
 
     @property
     def _idle(self) -> bool:
-        unused_s = asyncio.get_running_loop().time() - self._used_at
-        return unused_s > IDLE_S and not self._busy()
+        return self.unused_s > IDLE_S and not self._busy()
 
     @property
     def _ends(self) -> bool:

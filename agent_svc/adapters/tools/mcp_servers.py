@@ -1,16 +1,18 @@
 """How MCP servers are reached, and what they share in a process.
 
-A declaration has a session of its own: a tenant's registered server never shares one with another
-tenant's, though both may name the same URL. A session that was not used for a quarter of an hour is
-closed and opened again by the next use, so that what is open is what is in use.
+A declaration has a session of its own for each tenant: see ``toolbox.py``. One that was not used
+for a quarter of an hour is closed and opened again by the next use, so that what is open is what is
+in use. Where no more may be open, a new one is refused for now, and the one that was not used for
+longest is closed if it was not used for ``SPARED_S``: the next attempt finds its place.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from math import isinf
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +31,9 @@ from sluice.egress_rules import EgressRules, PrivateRule
 from sluice.process_guard import ProcessGuard
 from sluice.tool_rules import egress_rules
 
-SESSIONS_MAX: Final = 128  # open at once; one takes about 200 KB here, a child process far more
+SESSIONS_MAX: Final = 128  # open at once; one takes about 200 KB here
+PROGRAMS_MAX: Final = 64  # of them with child processes, each of tens of MB
+SPARED_S: Final = 30.0  # a session that was used since is not closed for another one
 OWN_PYTHON: Final = "python"  # as a program: the interpreter that runs this
 # A stream of a server's notifications, which goes on for as long as the session.
 STREAM_S: Final = 86_400.0
@@ -53,7 +57,7 @@ class McpServers:
         self._environ = environ
         self._registered_private = registered_private
         self._servers: set[McpServer] = set()
-        self._sessions = 0
+        self._open: set[McpServer] = set()
         self._process_guard: ProcessGuard | None = None
         self._guarding_lock = asyncio.Lock()
 
@@ -81,21 +85,24 @@ class McpServers:
             await asyncio.to_thread(self._process_guard.close)
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        if self._sessions >= SESSIONS_MAX:
-            raise ToolError("TOOL_UNAVAILABLE", "Too many tool servers are in use.", made=False)
-        self._sessions += 1
+    def _counted(self, server: McpServer) -> Iterator[None]:
+        programs = [one for one in self._open if one.declaration.mcp.command]
+        if server.declaration.mcp.command and len(programs) >= PROGRAMS_MAX:
+            raise _full(programs)
+        if len(self._open) >= SESSIONS_MAX:
+            raise _full(self._open)
+        self._open.add(server)
         try:
             yield
         finally:
-            self._sessions -= 1
+            self._open.discard(server)
 
     @asynccontextmanager
     async def _http(self, server: McpServer, rules: EgressRules) -> AsyncIterator[TransportStreams]:
         headers = server.secrets.headers()
         caps = Caps(body_bytes_max=STREAM_BYTES_MAX, total_s=STREAM_S, read_s=READ_S)
         url, most = server.declaration.mcp.url, server.message_bytes_max
-        with self._counted():
+        with self._counted(server):
             transport = McpHttpTransport(self._guard.transport(rules, caps), most)
             async with (
                 httpx2.AsyncClient(
@@ -109,7 +116,7 @@ class McpServers:
     async def _stdio(self, server: McpServer) -> AsyncIterator[TransportStreams]:
         declared = server.secrets.headers()
         program, *words = server.declaration.mcp.command
-        with self._counted():
+        with self._counted(server):
             async with stdio_transport(
                 [sys.executable if program == OWN_PYTHON else program, *words],
                 child_environment(self._environ, declared),
@@ -126,3 +133,11 @@ class McpServers:
             if self._process_guard is None:
                 self._process_guard = await asyncio.to_thread(ProcessGuard)
             return self._process_guard
+
+
+def _full(servers: Collection[McpServer]) -> ToolError:
+    """The refusal of one more session beside these, one of which may be closed for it."""
+    spare = [one for one in servers if not one.calls and one.connection.unused_s > SPARED_S]
+    if spare and not any(isinf(one.connection.unused_s) for one in spare):
+        max(spare, key=lambda one: one.connection.unused_s).connection.rest()
+    return ToolError("TOOL_UNAVAILABLE", "Too many tool servers are in use.", made=False)

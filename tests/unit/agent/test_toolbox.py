@@ -2,7 +2,7 @@
 
 Mutants: toolbox_trusts_the_store, toolbox_tools_of_all_tenants, run_tools_any_arguments,
 runs_without_their_tools, run_without_an_unknown_tool, run_before_its_grants,
-run_after_its_grants.
+run_after_its_grants, mcp_session_outlives_its_tenant, registered_session_outlives_its_tenant.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import json
 import sqlite3
 import ssl
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ from google.protobuf.json_format import ParseDict
 
 from agent_svc.adapters.egress import EgressGuard
 from agent_svc.adapters.toolbox import KEPT_S, STALE_S, TENANTS_MAX, Tools
+from agent_svc.adapters.tools.calculator import CalculatorTool
 from agent_svc.adapters.tools.factory import Sources
 from agent_svc.adapters.tools.run_tools import RunTools
 from agent_svc.adapters.tools.runner import Runner
-from agent_svc.domain.model import Effect
-from agent_svc.ports import ChunkFound, ToolContext, ToolError
+from agent_svc.domain.model import Effect, ToolInfo
+from agent_svc.ports import ChunkFound, Tool, ToolContext, ToolError, ToolSource, ToolStatus
 from agent_svc.tool_parts import declared
 from sluice.agent.v1.tools_pb2 import TOOL_EFFECT_ONCE, ToolDeclaration
 from sluice.config import ConfigError
@@ -61,11 +62,18 @@ class Store:
 
 
 def box(
-    configured: Sequence[ToolDeclaration] = (), store: Store | None = None, root: Path = Path()
+    configured: Sequence[ToolDeclaration] = (),
+    store: Store | None = None,
+    root: Path = Path(),
+    *,
+    servers: Servers | None = None,
+    versions: Mapping[str, int] | None = None,
 ) -> Tools:
     store = store or Store()
-    sources = Sources(EgressGuard(), store, environ={}, root=root, now=lambda: 0.0)
-    return Tools(configured, sources, Runner(), store)
+    mcp = servers.source if servers else None
+    sources = Sources(EgressGuard(), store, environ={}, root=root, mcp=mcp, now=lambda: 0.0)
+    known = versions or {}
+    return Tools(configured, sources, Runner(), store, versions=lambda tenant: known.get(tenant, 0))
 
 
 async def names(of: Tools, tenant: str, *wanted: str) -> list[str]:
@@ -170,6 +178,100 @@ async def test_a_registered_tool_answers_its_tenant_only() -> None:
     with pytest.raises(ToolError) as refused:
         await own.call({"expression": "1"}, ToolContext("u", "r", "k", 1.0))
     assert refused.value.reason == "TOOL_NOT_GRANTED"
+
+
+class Remembering:
+    """A source that is asked for its tools and closed."""
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        self.asked = 0
+        self.closed = False
+
+    async def tools(self) -> Sequence[Tool]:
+        assert not self.closed
+        self.asked += 1
+        return [CalculatorTool(ToolInfo("s__go", "d", {}, Effect.READ))]
+
+    async def states(self) -> Sequence[ToolStatus]:
+        assert not self.closed
+        return []
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Servers:
+    """MCP sources in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self.made: list[Remembering] = []
+
+    def source(self, _: ToolDeclaration, tenant: str) -> ToolSource:
+        self.made.append(Remembering(tenant))
+        return self.made[-1]
+
+    @property
+    def open(self) -> list[int]:
+        return [number for number, one in enumerate(self.made) if not one.closed]
+
+
+URL = {"mcp": {"url": "https://a.org/mcp"}, "egress": {"hosts": ["a.org"]}}
+COMMAND = {"mcp": {"command": ["x"]}}
+
+
+@pytest.mark.parametrize("how", [URL, COMMAND])
+def test_a_configured_server_has_a_session_for_each_tenant_that_uses_it(
+    run_virtual: Virtual, how: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        servers, versions = Servers(), {"t": 1, "u": 2}
+        tools = box([tool("s", **how)], servers=servers, versions=versions)
+        keeping = asyncio.create_task(tools.run())
+        await tools.states("t")
+        for tenant in "tutu":
+            assert await names(tools, tenant, "s") == ["s__go"]
+        # The first one, of no tenant, only lists.
+        assert [one.asked for one in servers.made] == [0, 2, 2]
+        del versions["t"]
+        await asyncio.sleep(30.0 + 3 * KEPT_S)  # what a call may take
+        assert servers.open == [0, 2]
+        versions["t"] = 3
+        assert await names(tools, "t", "s") == ["s__go"]
+        versions["u"] = 4
+        await tools.resolve("u", ["s"])
+        assert [one.asked for one in servers.made] == [0, 2, 2, 1, 1]
+        for number in range(TENANTS_MAX):
+            await tools.resolve(f"t{number}", ["s"])
+        await asyncio.sleep(30.0 + 3 * KEPT_S)
+        assert len(servers.open) == TENANTS_MAX + 1
+        keeping.cancel()
+        await tools.close()
+        assert servers.open == []
+
+    run_virtual(scenario())
+
+
+def test_a_registered_server_does_not_outlive_its_tenant(run_virtual: Virtual) -> None:
+    """The tenant that is made again registers the same declaration."""
+
+    async def scenario() -> None:
+        servers, versions, store = Servers(), {"t": 1}, Store(t=[tool("s", **URL)])
+        tools = box([], store, servers=servers, versions=versions)
+        keeping = asyncio.create_task(tools.run())
+        await tools.resolve("t", ["s"])
+        await asyncio.sleep(2 * KEPT_S)
+        await tools.resolve("t", ["s"])
+        assert [one.asked for one in servers.made] == [2]
+        versions["t"] = 2
+        await tools.resolve("t", ["s"])
+        assert [one.asked for one in servers.made] == [2, 1]
+        await asyncio.sleep(30.0 + 3 * KEPT_S)
+        assert servers.open == [1]
+        keeping.cancel()
+        await tools.close()
+
+    run_virtual(scenario())
 
 
 def test_the_tenants_in_memory_are_bounded(run_virtual: Virtual) -> None:
