@@ -81,7 +81,8 @@ async def _until_there(server: McpServer, word: str) -> Any:
             try:
                 return await ask(server, "find_tickets", word=word)
             except ToolError as error:
-                if error.reason != "TOOL_UNAVAILABLE":
+                # Lost, when the dead session was given up while the call was in it.
+                if error.reason not in ("TOOL_UNAVAILABLE", "TOOL_LOST"):
                     raise
                 await asyncio.sleep(0.1)
 
