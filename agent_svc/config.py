@@ -76,6 +76,13 @@ class AgentConfig:
     output_tokens_max: int = setting(
         512, unit="tokens", ge=1, le=1 << 20, help="Of a model call whose run sets none."
     )
+    call_tokens_max: int = setting(
+        256,
+        unit="tokens",
+        ge=16,
+        le=1 << 20,
+        help="Likewise, of one that has to call a tool; more where the tool's schema needs it.",
+    )
     in_place_s: float = setting(
         1.0,
         unit="s",

@@ -111,6 +111,7 @@ class Parts:
             ),
             options_by_context=not config.prompt_bytes,
             output_tokens_max=config.output_tokens_max,
+            call_tokens_max=config.call_tokens_max,
             in_place_s=config.in_place_s,
             text_interval_s=self._text_interval_s,
             history_bytes_max=config.run_history_bytes_max,

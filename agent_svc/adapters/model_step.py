@@ -6,8 +6,9 @@ less of the history, twice at most (agent_svc/domain/tool_format.py says what is
 A call writes no more than the run's budget leaves beside the prompt. Before the call the prompt's
 tokens are estimated, so that one that cannot fit is not made; the engine, which counts them, keeps
 prompt and output within what is left, or refuses the call.
-After a reply that ran on until it was cut off, the next one is held shorter and sampled otherwise:
-a small model that is asked alike, and greedy, writes the same again.
+After a reply that ran on until it was cut off, or that only repeated what was asked, the same is
+asked again, without a word of it, and sampled otherwise: a small model that is asked alike, and
+greedy, writes the same again, and it copies complaints.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from agent_svc.adapters.live_text import LiveText
@@ -64,16 +65,35 @@ def prompt_tokens(asked: Ask) -> int:
     return -(-(size_of(asked.messages) + tools) // BYTES_A_TOKEN)
 
 
-def tokens_of_call(asked: Ask, tokens_left: int, output_tokens: int) -> int:
-    """Most tokens that a call may write. ``tokens_left``: of the run's budget; ``output_tokens``:
-    of one call. Raises BudgetTooSmallError."""
-    if asked.cuts:
-        shorter = max(RETRY_TOKENS_MIN, output_tokens >> asked.cuts)
-        output_tokens = min(output_tokens, shorter)
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Most tokens of one reply. ``call``: of one that has to call tools, where their schemas do not
+    need more: a text without end in an argument is seen sooner."""
+
+    output: int
+    call: int
+
+    def of(self, asked: Ask) -> int:
+        """For this call. One that was cut off has all the room once, for arguments that are long,
+        then less each time; an answer less at once."""
+        if asked.may_answer:
+            return self._shorter(asked.cuts)
+        if asked.cuts:
+            return self._shorter(asked.cuts - 1)
+        return min(self.output, max(self.call, asked.call_tokens))
+
+    def _shorter(self, times: int) -> int:
+        return min(self.output, max(RETRY_TOKENS_MIN, self.output >> times))
+
+
+def tokens_of_call(asked: Ask, tokens_left: int, lengths: Lengths) -> int:
+    """Most tokens that a call may write. ``tokens_left``: of the run's budget. Raises
+    BudgetTooSmallError."""
+    most = lengths.of(asked)
     room = tokens_left - prompt_tokens(asked)
-    if room < min(output_tokens, OUTPUT_TOKENS_MIN):
+    if room < min(most, OUTPUT_TOKENS_MIN):
         raise BudgetTooSmallError
-    return min(output_tokens, room)
+    return min(most, room)
 
 
 async def model_step(
@@ -83,7 +103,7 @@ async def model_step(
     model: Model,
     *,
     options: Options,
-    max_tokens: int,
+    lengths: Lengths,
     publish: Publish,
     interval_s: Callable[[], float],
 ) -> ModelStep:
@@ -93,7 +113,7 @@ async def model_step(
     while True:
         asked = ask(task, history.events, options)
         try:
-            most = tokens_of_call(asked, action.tokens_left, max_tokens)
+            most = tokens_of_call(asked, action.tokens_left, lengths)
             return await _once(action, model, asked, most, publish, interval_s)
         except SluiceError as error:
             if error.reason == TOTAL_REASON:
@@ -125,7 +145,7 @@ async def _once(
         asked.json_schema,
         asked.tools,
         asked.keep_special_tokens,
-        otherwise=asked.cuts > 0,
+        otherwise=asked.again > 0,
     )
     stream = model.generate(
         prompt,

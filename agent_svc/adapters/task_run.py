@@ -19,7 +19,7 @@ from typing import Final, assert_never, cast
 from agent_svc.adapters.counts import Counts
 from agent_svc.adapters.held_run import HeldRun, InterruptedRunError
 from agent_svc.adapters.journal import Journal
-from agent_svc.adapters.model_step import BudgetTooSmallError, fitting, model_step
+from agent_svc.adapters.model_step import BudgetTooSmallError, Lengths, fitting, model_step
 from agent_svc.adapters.tool_calls import ToolCalls
 from agent_svc.domain.ending import (
     Finish,
@@ -59,14 +59,15 @@ log = logs.get(__name__)
 class Manner:
     """How runs are worked off. ``options``: of prompts; with ``options_by_context`` their length
     follows the model's context where that is known. ``output_tokens_max``: of a model call whose
-    run sets none. ``in_place_s``: a refused step that may be tried again within this time keeps its
-    lease. ``text_interval_s``: between two messages of live text, as it is now.
-    ``history_bytes_max``: of one run's events."""
+    run sets none; ``call_tokens_max``: likewise of one that has to call tools. ``in_place_s``: a
+    refused step that may be tried again within this time keeps its lease. ``text_interval_s``:
+    between two messages of live text, as it is now. ``history_bytes_max``: of one run's events."""
 
     rules: Rules
     options: Options
     options_by_context: bool
     output_tokens_max: int
+    call_tokens_max: int
     in_place_s: float
     text_interval_s: Callable[[], float]
     history_bytes_max: int = 8 << 20
@@ -107,11 +108,13 @@ class TaskRun:
         self._history: Sequence[Message] = ()
         self._infos: Sequence[ToolInfo] = ()
         self._tries = 0  # refused tries of this step that are not among the events
-        self._output_tokens = self._work.output_tokens_max or manner.output_tokens_max
+        said = self._work.output_tokens_max
+        output_tokens = said or manner.output_tokens_max
+        self._lengths = Lengths(output_tokens, said or manner.call_tokens_max)
         self._options = manner.options
         if manner.options_by_context:
             tokens = self._work.context_tokens
-            self._options = fitting(manner.options, tokens, self._output_tokens)
+            self._options = fitting(manner.options, tokens, output_tokens)
 
     async def run(self) -> Ended | None:
         """Works until the run is given back; its end, if it came. Raises SluiceError LEASE_LOST,
@@ -215,7 +218,7 @@ class TaskRun:
                     action,
                     self._world.model,
                     options=self._options,
-                    max_tokens=self._output_tokens,
+                    lengths=self._lengths,
                     publish=self._publish,
                     interval_s=self._manner.text_interval_s,
                 )

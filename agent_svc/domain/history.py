@@ -64,6 +64,7 @@ class History:
         self.ended: Ended | None = None
         self._waiting_since_s = 0.0
         self._results: Counter[tuple[str, str, str]] = Counter()
+        self._decided: dict[tuple[str, str], Resumed] = {}
 
     @property
     def last_sequence(self) -> int:
@@ -105,6 +106,10 @@ class History:
         """How often this very call has given the result that it gave most often."""
         asked = call.name, canonical(call.arguments_json)
         return max((n for (*was, _), n in self._results.items() if tuple(was) == asked), default=0)
+
+    def decided(self, call: ToolCall) -> Resumed | None:
+        """What a person last decided, for this very call, instead of making it."""
+        return self._decided.get((call.name, canonical(call.arguments_json)))
 
     def add(self, event: Event) -> None:
         """Takes the next event. Its sequence number follows the last one's."""
@@ -168,8 +173,15 @@ class History:
     def _add_decision(self, resumed: Resumed, time_s: float) -> None:
         self.waited_s += max(0.0, time_s - self._waiting_since_s)
         self.waiting = None
-        if resumed.decision is not Decision.CANCEL:
-            self._call(resumed.step).decision = resumed
+        if resumed.decision is Decision.CANCEL:
+            return
+        state = self._call(resumed.step)
+        state.decision = resumed
+        identity = state.call.name, canonical(state.call.arguments_json)
+        if resumed.decision is Decision.RETRY:
+            self._decided.pop(identity, None)
+        else:
+            self._decided[identity] = resumed
 
     def _call(self, step: int) -> CallState:
         for call in self.calls:

@@ -42,7 +42,7 @@ from agent_svc.domain.model import (
 )
 from sluice.errors import Code, failed_precondition
 
-DECISIONS = 2
+DECISIONS = 3
 """Number of these rules: a run that was begun under another number may go another way now."""
 
 
@@ -181,7 +181,7 @@ def _open_calls(task: Task, bounds: Bounds, history: History, now_s: float, rule
         if not state.started and times >= rules.repeats_max:
             text = f"The model asked again for a call that gave the same result {times} times."
             return failed(bounds, history, failed_precondition("REPEATED_CALLS", text))
-        match _judge(task, state, tools.get(state.call.name)):
+        match _judge(task, history, state, tools.get(state.call.name)):
             case CallEnded() as end:
                 decided.append(end)
             case Waiting() as question:
@@ -196,11 +196,13 @@ def _open_calls(task: Task, bounds: Bounds, history: History, now_s: float, rule
 
 
 def _judge(
-    task: Task, state: CallState, tool: ToolInfo | None
+    task: Task, history: History, state: CallState, tool: ToolInfo | None
 ) -> CallEnded | Waiting | PlannedCall:
     """What becomes of an open call: it ends without being made, a person is asked, or it is
     made."""
     step, call, decision = state.step, state.call, state.decision
+    if decision is None and not state.started:
+        decision = history.decided(call)  # nobody is asked about the same call again
     if decision is not None and decision.decision is Decision.SKIP:
         return CallEnded(step, call.id, failure=_SKIPPED)
     if decision is not None and decision.decision is Decision.SUPPLY_RESULT:

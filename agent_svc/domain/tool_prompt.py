@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from agent_svc.domain.history import canonical
 from agent_svc.domain.model import (
     CallEnded,
     CallId,
@@ -40,7 +41,6 @@ STEPS_GROUP: Final = 4
 RESULT_BYTES_MIN: Final = 64
 MESSAGE_BYTES: Final = 16  # what a template adds to a message, about
 WRONG_REPLY_BYTES_MAX: Final = 400  # of a reply that was wrong, shown back to the model
-CUT_REPLY_BYTES_MAX: Final = 40  # of one that was cut off: what ran on once would be copied
 CALL_BYTES_MAX: Final = 200  # of a call, beside its result, when an answer is asked for
 DESCRIPTION_CHARS_MAX: Final = 300
 SYSTEM_ROLES: Final = ("system", "developer")
@@ -55,6 +55,15 @@ class Result:
     size_bytes: int
 
 
+# Problems that are recorded and not told. A small model goes on with what it reads last, so what
+# ran on once is shown neither as it was nor with a complaint: the same is asked again, and sampled
+# otherwise.
+CUT_OFF: Final = "The reply was cut off at the limit of tokens."
+NO_ANSWER: Final = "The reply is no answer in words."
+REPEATS: Final = "The answer only repeats what was asked."
+NOT_TOLD: Final = frozenset({CUT_OFF, NO_ANSWER, REPEATS})
+
+
 @dataclass(slots=True)
 class Step:
     """A model call of the past and what came of it. ``cut_off``: at the limit of tokens."""
@@ -63,6 +72,25 @@ class Step:
     problem: str = ""
     cut_off: bool = False
     results: list[Result] = field(default_factory=list)
+
+    @property
+    def is_told(self) -> bool:
+        """Whether later prompts hold it."""
+        return not self.problem or not (self.cut_off or self.problem in NOT_TOLD)
+
+
+def is_repeat(steps: Sequence[Step]) -> bool:
+    """Whether the last step that could be used asked for nothing but calls that had been made, and
+    they gave the same results."""
+    used = [step for step in steps if not step.problem]
+    if not used or not used[-1].results:
+        return False
+    known = {_identity(result) for step in used[:-1] for result in step.results}
+    return all(_identity(result) in known for result in used[-1].results)
+
+
+def _identity(result: Result) -> tuple[str, str, str]:
+    return result.call.name, canonical(result.call.arguments_json), result.text
 
 
 def steps_of(events: Sequence[Event]) -> list[Step]:
@@ -112,6 +140,13 @@ def cut(text: str, most: int, size: int = 0) -> str:
     if size <= most:
         return text
     return f"{data[:most].decode(errors='ignore')}... ({size} bytes in all)"
+
+
+def beginning(text: str, most: int) -> str:
+    """The text, or its first ``most`` bytes: of what a model wrote in vain, without a note that it
+    could copy."""
+    data = text.encode()
+    return text if len(data) <= most else f"{data[:most].decode(errors='ignore')}..."
 
 
 # --- tools in words ---
@@ -199,19 +234,22 @@ def told_in_words(step: Step, shown: Callable[[Result], str]) -> tuple[Message, 
     return (Message("assistant", text), *answer)
 
 
-def told_for_an_answer(step: Step, shown: Callable[[Result], str]) -> tuple[Message, ...]:
-    """A step when nothing but an answer in words is asked for: no JSON of calls, which a small
-    model would go on with."""
-    wrote = _wrong_reply(step) if step.problem else "Let me look."
-    lines = [
-        f"Result of {result.call.name} {cut(result.call.arguments_json, CALL_BYTES_MAX)}:"
-        f" {shown(result)}{_NOTHING if _is_empty(result) else ''}"
-        for result in step.results
-    ]
-    if step.problem:
-        lines.append(step.problem)
-    answer = (Message("user", "\n".join(lines)),) if lines else ()
-    return (Message("assistant", wrote), *answer)
+def facts(steps: Sequence[Step], room: int, limits: Limits) -> tuple[str, int]:
+    """What the calls of these steps gave, a line each, for an answer in words: no JSON of calls,
+    which a small model would go on with. And how many there was no room for: the oldest. ``room``:
+    bytes; the last result is there in any case, with ``RESULT_BYTES_MIN`` bytes at least."""
+    results = [result for step in steps for result in step.results]
+    lines: list[str] = []
+    for result in reversed(results):
+        said = f"{result.call.name} {cut(result.call.arguments_json, CALL_BYTES_MAX)}: "
+        left = room - len(said.encode()) - len(_NOTHING)
+        if lines and left < RESULT_BYTES_MIN:
+            break
+        most = max(RESULT_BYTES_MIN, min(limits.result_bytes, left))
+        shown = cut(result.text, most, result.size_bytes)
+        lines.append(f"{said}{shown}{_NOTHING if _is_empty(result) else ''}")
+        room -= len(lines[-1].encode()) + 1
+    return "\n".join(reversed(lines)), len(results) - len(lines)
 
 
 _NOTHING: Final = " (nothing was found)"
@@ -224,8 +262,7 @@ def _is_empty(result: Result) -> bool:
 
 def _wrong_reply(step: Step) -> str:
     """What the model wrote in vain, or the beginning of it."""
-    most = CUT_REPLY_BYTES_MAX if step.cut_off else WRONG_REPLY_BYTES_MAX
-    return cut(step.message.content, most) or "(nothing)"
+    return step.message.content or "(nothing)"
 
 
 def in_words(message: Message) -> Message:
@@ -350,12 +387,3 @@ def _with_line(message: Message, line: str) -> Message:
     if message.role != "user":
         return message
     return replace(message, content=f"{message.content}\n{line}")
-
-
-def with_hint(messages: list[Message], hint: str) -> list[Message]:
-    """The messages with a last line for the model, in the last message if that is the user's."""
-    if not hint:
-        return messages
-    if messages and messages[-1].role == "user":
-        return [*messages[:-1], _with_line(messages[-1], hint)]
-    return [*messages, Message("user", hint)]

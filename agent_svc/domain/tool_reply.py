@@ -8,11 +8,13 @@ it is parsed; nothing here raises but ReplyError, whose texts are fixed.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from agent_svc.domain.answer_text import THINK, THINK_END, AnswerField
 from agent_svc.domain.pythonic import PythonicError, parse_calls
+from agent_svc.domain.tool_prompt import CUT_OFF, NO_ANSWER
 from sluice.json_schemas import JsonError, parse
 
 REPLY_BYTES_MAX: Final = 256 * 1024
@@ -38,9 +40,6 @@ class Written:
 
     calls: tuple[WrittenCall, ...] = ()
     answer: object = ""
-
-
-CUT_OFF: Final = "The reply was cut off at the limit of tokens. Write less."
 
 
 def read_structured(text: str, *, cut_off: bool, typed: bool = False) -> Written:
@@ -73,7 +72,7 @@ def read_words(text: str) -> Written:
     the same, also with quotation marks that are not escaped."""
     said = text.strip()
     if not said:
-        raise ReplyError("The reply is empty. Give the answer.")
+        raise ReplyError(NO_ANSWER)
     head = _ANSWER_HEAD.match(said)
     if head is None and _CALL_HEAD.match(said) is None:
         return Written(answer=said)
@@ -81,9 +80,29 @@ def read_words(text: str) -> Written:
         return read_structured(said, cut_off=False)
     except ReplyError:
         if head is None:
-            raise ReplyError("No tool may be called any more. Give the answer.") from None
+            raise ReplyError(NO_ANSWER) from None
     rest = said[head.end() :].removesuffix("}").rstrip().removesuffix('"')
     return Written(answer=rest.replace('\\"', '"').replace("\\n", "\n"))
+
+
+REPEATED_CHARS_MAX: Final = 8192  # of an answer that is looked at for this
+
+
+def only_repeats(answer: str, said: Sequence[str]) -> bool:
+    """Whether an answer consists of nothing but what the model was told: without case and marks,
+    nothing of it is left when these texts are taken out."""
+    if len(answer) > REPEATED_CHARS_MAX:
+        return False
+    left = _bare(answer)
+    for text in said:
+        if told := _bare(text):
+            left = left.replace(told, "")
+    return bool(answer.strip()) and not left.strip()
+
+
+def _bare(text: str) -> str:
+    words = "".join(char if char.isalnum() else " " for char in text.casefold()).split()
+    return "".join(f" {word} " for word in words)
 
 
 _ANSWER_HEAD = re.compile(r'\{\s{0,9}"answer"\s{0,9}:\s{0,9}"')

@@ -23,6 +23,7 @@ SCHEMA_BYTES_MAX: Final = 32 * 1024
 DEPTH_MAX: Final = 32
 ITEMS_MAX: Final = 64  # a count above is not written into the grammar
 NUMBER_ABS_MAX: Final = 10**9  # likewise of an integer's bounds
+VALUE_TOKENS: Final = 16  # of a short text
 ANYTHING: Final[Schema] = {"type": "object", "additionalProperties": True}
 
 
@@ -73,6 +74,29 @@ def _joined(
 def plain_schema(schema: Schema) -> str:
     """A schema of a whole reply, reduced as those of tools are."""
     return _dumped(_Shaper(schema, "#").root())
+
+
+def tokens_of(schema: Schema) -> int:
+    """Tokens that JSON of a schema takes, about, where each of its texts is a short one: names of
+    properties, the lengths and counts that it asks for at least."""
+    return _tokens(schema, 0)
+
+
+def _tokens(schema: object, depth: int) -> int:
+    if not isinstance(schema, Mapping) or depth > DEPTH_MAX:
+        return VALUE_TOKENS
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping):
+        return sum(
+            2 + len(str(name)) // 3 + _tokens(part, depth + 1) for name, part in properties.items()
+        )
+    least = schema.get("minLength", 0)
+    if type(least) is int and schema.get("type") == "string":
+        return max(VALUE_TOKENS, least // 3)
+    least = schema.get("minItems", 1)
+    if schema.get("type") == "array" and type(least) is int:
+        return max(1, least) * _tokens(schema.get("items"), depth + 1)
+    return VALUE_TOKENS
 
 
 def _dumped(value: object) -> str:

@@ -99,6 +99,7 @@ async def agent(rig: Rig, script: Script, **limits: float) -> AsyncIterator[Work
         options=Options(),
         options_by_context=True,
         output_tokens_max=512,
+        call_tokens_max=256,
         in_place_s=1.0,
         text_interval_s=lambda: 0.04,
     )

@@ -1,7 +1,7 @@
 """Recorded histories give the same decisions as when they were recorded.
 
 Goal: a new version of the agent service goes on with the runs of the old one as the old one would
-have. Method: eight runs, recorded as the JSON of their events (tests/data/histories), are decided
+have. Method: nine runs, recorded as the JSON of their events (tests/data/histories), are decided
 upon anew after every event: with no decision of a person, with each possible one, and cancelled.
 Oracle: what was decided then, byte for byte; a change on purpose needs a new number in
 agent_svc/domain/next_action.py and new records (`python -m tests.unit.agent.record_histories`).

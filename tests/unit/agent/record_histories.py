@@ -137,9 +137,22 @@ async def wrong(world: World) -> Run:
 
 
 async def repeated(world: World) -> Run:
-    """The same call again and again."""
-    world.script.replies = [calls(("find", {"n": 1}))]
+    """The same call again and again, beside others."""
+    world.script.replies = [
+        calls(("find", {"n": 1}), ("find", {"n": 10 + number})) for number in range(9)
+    ]
     return world.run()
+
+
+async def declined(world: World) -> Run:
+    """A call that a person declined, and that is asked for once more."""
+    sign = calls(("sign", {"n": 1}))
+    world.script.replies = [sign, sign, "done"]
+    run = world.run()
+    world.agent()
+    await world.until(lambda: run.phase is Phase.WAITING)
+    world.state.resume(run, Resumed(2, Decision.SKIP))
+    return run
 
 
 async def budgets(world: World) -> Run:
@@ -173,6 +186,7 @@ RUNS: tuple[Callable[[World], Awaitable[Run]], ...] = (
     approval,
     wrong,
     repeated,
+    declined,
     budgets,
     turn,
     cancelled,

@@ -304,6 +304,42 @@ def test_a_step_may_be_skipped_or_its_result_supplied() -> None:
         assert isinstance(after(book.add(end)), CallModel)
 
 
+@pytest.mark.parametrize("name", ["ask", "pay"])
+@pytest.mark.parametrize(
+    ("decision", "text"), [(Decision.SKIP, ""), (Decision.SUPPLY_RESULT, '"yes"')]
+)
+def test_nobody_is_asked_again_about_a_call_that_was_decided(
+    name: str, decision: Decision, text: str
+) -> None:
+    one = call(name, arguments='{"a":1,"b":2}')
+    book = Book().wrote(one).began(one).add(Waiting(2, WaitReason.IN_DOUBT, one))
+    if name == "ask":
+        book = Book().wrote(one).add(Waiting(2, WaitReason.APPROVAL, one))
+    action = after(book.add(Resumed(2, decision, text)))
+    assert isinstance(action, Record)
+    book.add(*action.events)
+    for number in (1, 2):
+        book.did(call("find", number), result=str(number))
+        again = call(name, number, '{ "b": 2, "a": 1 }')
+        action = after(book.wrote(again))
+        assert isinstance(action, Record), action
+        (end,) = action.events
+        assert isinstance(end, CallEnded)
+        assert (end.call_id, end.result_json) == (again.id, text)
+        assert (end.failure is not None) == (decision is Decision.SKIP)
+        book.add(end)
+    # Another call is another question, and one that a person agreed to may be asked for again.
+    other = after(book.wrote(call("ask", 9, '{"a":2}')))
+    assert isinstance(other, AskPerson)
+
+
+def test_a_call_that_was_agreed_to_is_asked_about_again() -> None:
+    one = call("ask")
+    book = Book().wrote(one).add(Waiting(2, WaitReason.APPROVAL, one))
+    book.add(Resumed(2, Decision.RETRY)).began(one).ended(one)
+    assert isinstance(after(book.wrote(call("ask", 1))), AskPerson)
+
+
 def test_an_approved_call_is_made_and_not_asked_for_again() -> None:
     one = call("ask")
     assert after(Book().wrote(one)) == AskPerson(2, Waiting(2, WaitReason.APPROVAL, one))

@@ -846,8 +846,45 @@ async def test_after_a_reply_that_ran_on_the_model_is_asked_for_less_and_otherwi
     assert end(run).answer == "done"
     assert world.script.most_tokens == [512, 256, 128, 512]
     assert [prompt.otherwise for prompt in world.script.prompts] == [False, True, True, False]
-    assert "0" * 40 not in world.script.prompts[1].messages[-2].content
+    first, *others = world.script.prompts[:3]
+    assert all(prompt.messages == first.messages for prompt in others)
     assert not end(run).truncated
+
+
+@virtual
+async def test_a_reply_that_has_to_be_a_call_is_held_shorter_and_once_longer(
+    world: World,
+) -> None:
+    ran_on = '{"tool": "find", "arguments": {"n": 1' + "0" * 400
+    world.script.replies = [ran_on, ran_on, calls(("find", {"n": 1})), answer("done")]
+    world.script.cut_calls = 2
+    run = world.run(choice=Choice.REQUIRED)
+    world.agent()
+    await world.until_ended(run)
+    assert end(run).answer == "done"
+    assert world.script.most_tokens == [256, 512, 256, 512]
+
+
+@virtual
+async def test_an_answer_that_only_repeats_the_task_is_asked_for_once_more(world: World) -> None:
+    world.script.replies = [calls(("find", {"n": 1})), answer("Do it."), answer("done")]
+    run = world.run()
+    world.agent()
+    await world.until_ended(run)
+    assert end(run).answer == "done"
+    assert [prompt.otherwise for prompt in world.script.prompts] == [False, False, True]
+    assert world.script.prompts[2].messages == world.script.prompts[1].messages
+
+
+@virtual
+async def test_after_the_same_call_twice_the_run_has_to_answer(world: World) -> None:
+    one = calls(("find", {"n": 1}))
+    world.script.replies = [one, one, "It is found."]
+    run = world.run()
+    world.agent()
+    await world.until_ended(run)
+    assert end(run).answer == "It is found."
+    assert [bool(prompt.json_schema) for prompt in world.script.prompts] == [True, True, False]
 
 
 # --- Ingest -------------------------------------------------------------------------------------

@@ -530,6 +530,7 @@ class World:
             options=Options(),
             options_by_context=True,
             output_tokens_max=512,
+            call_tokens_max=256,
             in_place_s=1.0,
             text_interval_s=lambda: 0.04,
         )

@@ -45,7 +45,7 @@ class Scripted:
 
     async def __call__(self, messages: Sequence[dict[str, object]], **more: Any) -> tuple[str, str]:
         self.asked.append({"messages": messages, **more})
-        task = str(messages[-1]["content"]).removesuffix("\nNow call a tool.")
+        task = str(messages[-1]["content"])
         return self._reply(BY_TEXT[task]), "stop"
 
 
