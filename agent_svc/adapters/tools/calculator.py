@@ -31,9 +31,9 @@ PARAMETERS = {
             "type": "string",
             "minLength": 1,
             "maxLength": EXPRESSION_CHARS_MAX,
-            "description": "e.g. (3 + 4.5) * 2 ** 3 / sqrt(16). Operators + - * / // % **,"
-            " comparisons; functions abs ceil cos exp floor log log10 log2 max min round sin sqrt"
-            " tan; constants pi e.",
+            # No example: a small model would copy it.
+            "description": "Numbers, + - * / // % ** and parentheses, comparisons; abs ceil cos exp"
+            " floor log log10 log2 max min round sin sqrt tan; pi, e.",
         }
     },
     "required": ["expression"],

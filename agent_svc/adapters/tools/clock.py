@@ -17,7 +17,7 @@ PARAMETERS = {
         "time_zone": {
             "type": "string",
             "maxLength": 64,
-            "description": "IANA name, e.g. Europe/Berlin. Left out: UTC.",
+            "description": "IANA name of a time zone. Left out: UTC.",
         }
     },
     "additionalProperties": False,

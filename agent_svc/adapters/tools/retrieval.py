@@ -25,8 +25,7 @@ PARAMETERS = {
         "query": {
             "type": "string",
             "minLength": 1,
-            "maxLength": QUERY_CHARS_MAX,
-            "description": "What to look for, as a question or words.",
+            "maxLength": QUERY_CHARS_MAX,  # no description: a small model would copy it
         }
     },
     "required": ["query"],

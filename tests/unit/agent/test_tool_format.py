@@ -468,8 +468,11 @@ def test_the_prompt_of_an_answer_keeps_the_systems_words_and_earlier_turns() -> 
 
 
 def test_what_does_not_fit_beside_the_task_is_left_out_from_the_oldest_result_on() -> None:
-    kinds = [event.kind for event in long_history(20)]
-    again = [wrote(("search", {"query": "q20"}), number=21), ended(21, 1, f"20:{'r' * 900}")]
+    kinds: list[Kind] = [event.kind for event in long_history(20)]
+    again: list[Kind] = [
+        wrote(("search", {"query": "q20"}), number=21),
+        ended(21, 1, f"20:{'r' * 900}"),
+    ]
     asked = ask(task(), events(*kinds, *again), STRUCTURED)
     (message,) = asked.messages
     assert size(asked) <= STRUCTURED.prompt_bytes
