@@ -19,6 +19,7 @@ from typing import Final
 
 from agent_svc.domain.answer_text import AnswerField, MarkedText
 from agent_svc.domain.model import CallId, Choice, Event, Message, Task, ToolCall, ToolInfo
+from agent_svc.domain.tool_facts import facts
 from agent_svc.domain.tool_prompt import (
     CUT_OFF,
     MESSAGE_BYTES,
@@ -31,7 +32,6 @@ from agent_svc.domain.tool_prompt import (
     beginning,
     conversation,
     cut,
-    facts,
     in_words,
     is_repeat,
     size_of,

@@ -41,7 +41,6 @@ STEPS_GROUP: Final = 4
 RESULT_BYTES_MIN: Final = 64
 MESSAGE_BYTES: Final = 16  # what a template adds to a message, about
 WRONG_REPLY_BYTES_MAX: Final = 400  # of a reply that was wrong, shown back to the model
-CALL_BYTES_MAX: Final = 200  # of a call, beside its result, when an answer is asked for
 DESCRIPTION_CHARS_MAX: Final = 300
 SYSTEM_ROLES: Final = ("system", "developer")
 
@@ -232,32 +231,6 @@ def told_in_words(step: Step, shown: Callable[[Result], str]) -> tuple[Message, 
         lines.append(step.problem)
     answer = (Message("user", "\n".join(lines)),) if lines else ()
     return (Message("assistant", text), *answer)
-
-
-def facts(steps: Sequence[Step], room: int, limits: Limits) -> tuple[str, int]:
-    """What the calls of these steps gave, a line each, for an answer in words: no JSON of calls,
-    which a small model would go on with. And how many there was no room for: the oldest. ``room``:
-    bytes; the last result is there in any case, with ``RESULT_BYTES_MIN`` bytes at least."""
-    results = [result for step in steps for result in step.results]
-    lines: list[str] = []
-    for result in reversed(results):
-        said = f"{result.call.name} {cut(result.call.arguments_json, CALL_BYTES_MAX)}: "
-        left = room - len(said.encode()) - len(_NOTHING)
-        if lines and left < RESULT_BYTES_MIN:
-            break
-        most = max(RESULT_BYTES_MIN, min(limits.result_bytes, left))
-        shown = cut(result.text, most, result.size_bytes)
-        lines.append(f"{said}{shown}{_NOTHING if _is_empty(result) else ''}")
-        room -= len(lines[-1].encode()) + 1
-    return "\n".join(reversed(lines)), len(results) - len(lines)
-
-
-_NOTHING: Final = " (nothing was found)"
-_EMPTY: Final = frozenset(("", "[]", "{}", "null", '""', '{"result":[]}', '{"result":null}'))
-
-
-def _is_empty(result: Result) -> bool:
-    return len(result.text) < 64 and "".join(result.text.split()) in _EMPTY
 
 
 def _wrong_reply(step: Step) -> str:

@@ -66,7 +66,7 @@ def reason(ended: runs_pb2.RunEnded) -> str:
     [
         ({"tool_calls_max": 5}, "BUDGET_TOOL_CALLS"),
         ({"steps_max": 6}, "BUDGET_STEPS"),
-        ({"tokens_max": 1500}, "BUDGET_TOKENS"),
+        ({"tokens_max": 4000}, "BUDGET_TOKENS"),
     ],
 )
 async def test_an_endless_loop_ends_at_its_budget_and_its_tenant_pays(

@@ -452,9 +452,48 @@ def test_the_prompt_of_an_answer_in_words_is_what_was_found_and_then_the_task() 
     assert asked_for_words().messages == (
         Message(
             "user",
-            'search {"query": "x"}: {"result": []} (nothing was found)\n\n'
-            "How old is the older bridge?",
+            'search {"query": "x"}:\nnothing was found\n\nHow old is the older bridge?',
         ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "shown"),
+    [
+        ('{"result": 70.0}', "result: 70.0"),
+        ('{"time": "noon", "left": null}', "time: noon\nleft: null"),
+        ('{"hits": [{"id": "a", "text": "It\\nis."}]}', "hits id: a\nhits text: It\nis."),
+        (
+            '{"rows": [{"n": 1}, {"n": 2}], "more": false}',
+            "rows 1 n: 1\nrows 2 n: 2\nmore: false",
+        ),
+        # What would lose its form stays.
+        ('{"columns": ["a"], "rows": [["x"]]}', '{"columns": ["a"], "rows": [["x"]]}'),
+        ('{"a": {"b": 1}}', '{"a": {"b": 1}}'),
+        ('{"a": [{"b": [1]}]}', '{"a": [{"b": [1]}]}'),
+        ('[{"a": 1}]', '[{"a": 1}]'),
+        ("7", "7"),
+        ('{"cut": "of', '{"cut": "of'),
+    ],
+)
+def test_the_only_result_is_told_as_plain_data_without_its_call(result: str, shown: str) -> None:
+    history = events(wrote(("search", {"query": "x"})), ended(1, 1, result))
+    asked = ask(task(tools=(SEARCH,), choice=Choice.EACH), history, STRUCTURED)
+    assert asked.messages[-1].content == f"{shown}\n\nHow old is the older bridge?"
+
+
+def test_several_results_are_told_with_their_calls() -> None:
+    history = events(
+        wrote(("search", {"query": "x"})),
+        ended(1, 1, '{"n": 1}'),
+        wrote(("clock", {}), number=3),
+        ended(3, 1, "é" * 2000, size_bytes=90_000),
+    )
+    each = task(tools=(SEARCH, CLOCK), choice=Choice.EACH)
+    asked = ask(each, history, replace(STRUCTURED, result_bytes=301))
+    assert asked.messages[-1].content == (
+        'search {"query": "x"}:\nn: 1\n\n'
+        f"clock {{}}:\n{'é' * 150}... (90000 bytes in all)\n\nHow old is the older bridge?"
     )
 
 
@@ -478,7 +517,7 @@ def test_what_does_not_fit_beside_the_task_is_left_out_from_the_oldest_result_on
     assert size(asked) <= STRUCTURED.prompt_bytes
     assert message.content.endswith("\n\nHow old is the older bridge?")
     assert '"q1"' not in message.content
-    assert message.content.count('search {"query": "q20"}: 20:rrr') == 2
+    assert message.content.count('search {"query": "q20"}:\n20:rrr') == 2
     assert asked.messages_left_out >= 15
 
 
