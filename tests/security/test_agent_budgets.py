@@ -125,8 +125,13 @@ async def test_a_run_that_takes_its_time_ends_with_it(tenant: MeshClient) -> Non
 
 
 async def test_the_same_call_again_and_again_ends_the_run(tenant: MeshClient) -> None:
-    events = await run(tenant, [calculate(1)] * ROUNDS, ["calculator"])
+    beside = [{"calls": [calculate(1), calculate(2 + number)]} for number in range(ROUNDS)]
+    events = await run(tenant, beside, ["calculator"])
     assert reason(events[-1].ended) == "REPEATED_CALLS"
+    # Alone, only an answer is left after the second; what is no answer ends the run, too.
+    events = await run(tenant, [calculate(1)] * ROUNDS, ["calculator"])
+    assert reason(events[-1].ended) == "WRONG_CALLS"
+    assert len([event for event in events if event.HasField("tool_call_started")]) == 2
 
 
 @pytest.mark.parametrize("name", ["RunAgent", "sluice__run", "ask", "nobody__x", "calculator__x"])
