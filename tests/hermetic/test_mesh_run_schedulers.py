@@ -34,7 +34,6 @@ agents = true
 concurrent_runs = {LIMIT}
 """
 TOOLS = ({"name": "calculator", "description": "Sums.", "effect": "read", "calculator": {}},)
-SUM = {"tool": "calculator", "arguments": {"expression": "6*7"}}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +91,8 @@ async def test_the_limit_of_open_runs_holds_over_all_schedulers(running: Mesh) -
 
 
 async def test_a_scheduler_that_dies_costs_a_run_nothing(running: Mesh) -> None:
-    words = sim("What is 6 * 7?", replies=[SUM, SUM, SUM, {"answer": "42"}], pace_ms=40)
+    sums = [{"tool": "calculator", "arguments": {"expression": f"6*{n}"}} for n in (5, 6, 7)]
+    words = sim("What is 6 * 7?", replies=[*sums, {"answer": "42"}], pace_ms=40)
     async with AsyncExitStack() as stack:
         one, two = [
             await stack.enter_async_context(client_of(running, running[name].address))

@@ -298,7 +298,8 @@ async def test_a_document_is_found_and_deleted_is_gone(client: MeshClient) -> No
 async def test_a_restart_of_the_state_service_costs_a_watch_nothing(
     running: Mesh, client: MeshClient
 ) -> None:
-    task = sim("What is 6 * 7?", replies=[SUM, SUM, SUM, DONE], pace_ms=100)
+    sums = [{"tool": "calculator", "arguments": {"expression": f"6*{n}"}} for n in (5, 6, 7)]
+    task = sim("What is 6 * 7?", replies=[*sums, DONE], pace_ms=100)
     call: Any = client.stub.RunAgent(
         RUN(task=task, tools=["calculator"], request_id=fresh()),
         metadata=client.metadata,
