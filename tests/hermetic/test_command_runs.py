@@ -5,8 +5,8 @@ register tools, from the shell; output is readable or JSON, and the exit status 
 it. Method: one mesh, in which the model's replies are scripted; commands run as processes.
 Oracle: exit status and output. No seed: nothing is random.
 
-Seen to fail on mutants: `run_show._end` returning 0 always, `cli_agent._waiting_step` returning 1,
-`SessionChat._turn` printing the answer a second time.
+Seen to fail on mutants: `run_show._end` returning 0 always, `cli_agent_decide._waiting_step`
+returning 1, `SessionChat._turn` printing the answer a second time.
 """
 
 from __future__ import annotations

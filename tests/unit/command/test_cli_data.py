@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import typer
 
-from sluice.command import cli_agent, cli_docs, cli_sessions, run_show, run_watch
+from sluice.command import (
+    agent_options,
+    cli_agent,
+    cli_agent_look,
+    cli_docs,
+    cli_sessions,
+    run_show,
+    run_watch,
+)
 from sluice.common.v1 import input_pb2
 from sluice.scheduler.v1 import data_pb2, runs_pb2
 
@@ -96,9 +104,9 @@ def test_a_history_is_read_to_its_end() -> None:
 
 def test_a_budget_is_what_was_given() -> None:
     request = runs_pb2.RunAgentRequest()
-    cli_agent._set_budget(request, None, None, None, "", None)
+    agent_options.set_budget(request, None, None, None, "", None)
     assert not request.HasField("budget")
-    cli_agent._set_budget(request, 3, 100, 0, "2m", 0.5)
+    agent_options.set_budget(request, 3, 100, 0, "2m", 0.5)
     budget = request.budget
     assert (budget.steps_max, budget.tokens_max, budget.tool_calls_max) == (3, 100, 0)
     assert (budget.wall_time_max.seconds, budget.cost_max) == (120, 0.5)
@@ -106,11 +114,11 @@ def test_a_budget_is_what_was_given() -> None:
 
 def test_words_of_choices_and_states_are_the_protos_own() -> None:
     for number, word in enumerate(cli_agent.CHOICES, start=1):
-        assert cli_agent._number(runs_pb2.ToolChoice, "TOOL_CHOICE", word, (word,), "") == number
-    for number, word in enumerate(cli_agent.STATES, start=1):
-        assert cli_agent._number(runs_pb2.RunState, "RUN_STATE", word, (word,), "") == number
+        assert agent_options.number(runs_pb2.ToolChoice, "TOOL_CHOICE", word, (word,), "") == number
+    for number, word in enumerate(cli_agent_look.STATES, start=1):
+        assert agent_options.number(runs_pb2.RunState, "RUN_STATE", word, (word,), "") == number
     with pytest.raises(typer.BadParameter, match="auto, required, each"):
-        cli_agent._number(
+        agent_options.number(
             runs_pb2.ToolChoice, "TOOL_CHOICE", "always", cli_agent.CHOICES, "--choice"
         )
 
@@ -134,7 +142,7 @@ class Mesh:
 
 def test_a_large_result_is_put_together() -> None:
     client: Any = Mesh()
-    assert cli_agent._blob(client, "r", "b") == b'"0123456789"'
+    assert cli_agent_look._blob(client, "r", "b") == b'"0123456789"'
 
 
 def test_a_collection_is_deleted_to_its_end() -> None:
@@ -163,4 +171,4 @@ def test_a_result_that_was_given_up_is_not_called_unknown(monkeypatch: pytest.Mo
     monkeypatch.setattr(run_watch, "so_far", lambda *_: iter([last]))
     client: Any = None
     with pytest.raises(typer.BadParameter, match="given up"):
-        cli_agent._ended_call(client, "r", 2)
+        cli_agent_look._ended_call(client, "r", 2)
