@@ -108,7 +108,9 @@ def drain(
     with open_admin(config, endpoint) as client:
         request = admin_pb2.DrainInstanceRequest(instance=instance, drain=not undo)
         after = client.admin("DrainInstance", request).instance
-    output().print(f"{instance}: {after.state or 'not known'}, {after.running} running here.")
+    output().print(
+        f"{instance}: {after.state or 'not known'}, {after.running} running here.", soft_wrap=True
+    )
 
 
 def _targets(targets: Iterable[admin_pb2.AliasTarget]) -> str:

@@ -10,7 +10,6 @@ import hashlib
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -21,17 +20,14 @@ from rich.text import Text
 from sluice.command.cli_support import (
     ConfigOption,
     EndpointOption,
-    config_file,
     open_admin,
     output,
     print_table,
     run_paths,
     span_s,
-    warn_line,
 )
 from sluice.command.tenant_limits import (
     LIMITS,
-    NONE,
     LimitOption,
     RunBudgetOption,
     RunsOption,
@@ -40,18 +36,16 @@ from sluice.command.tenant_limits import (
     set_limits,
     set_run_budget,
 )
+from sluice.command.tenant_tools import set_names, set_tools, warn_of_unknown
 from sluice.config import ConfigError
 from sluice.errors import SluiceError
 
 if TYPE_CHECKING:
-    from google.protobuf.internal.containers import RepeatedScalarFieldContainer
-
     from sluice.command.client import MeshClient
     from sluice.scheduler.v1 import admin_pb2
 
 CLASSES: Final = ("critical", "interactive", "standard", "batch")
 NAMES_SHOWN: Final = 10
-JOINT: Final = "__"  # between the name of a declaration and that of one of its tools
 _NAME: Final = re.compile(r"[a-z0-9-]{1,64}")
 # Of a key that came with the tenants file; its own part is the start of the key's hash.
 _FILE_KEY: Final = "file-"
@@ -168,13 +162,13 @@ def add(
     _set(tenant, default_class, ceiling, model)
     set_limits(tenant, *limits)
     _set_rights(tenant, agents, sessions, fail_open)
-    _set_names(tenant.tools, tool)
+    set_names(tenant.tools, tool)
     set_run_budget(tenant.run_budget, run_budget or ())
     path = _key_path(config, name)
     with open_admin(config, endpoint) as client:
         _create(client, tenant)
         made = client.admin("CreateKey", admin_pb2.CreateKeyRequest(tenant=name))
-        _warn_of_unknown(client, config, name, tool or ())
+        warn_of_unknown(client, config, name, tool or ())
     _write_key(path, made.key)
     call = shlex.join([tool_path("sluice"), "generate", "--key-file", short_path(path), "Hello"])
     output().print(f"Tenant {name} is added; its key is in {short_path(path)}", soft_wrap=True)
@@ -215,12 +209,12 @@ def change(
         _set(tenant, default_class, ceiling, model)
         set_limits(tenant, *limits)
         _set_rights(tenant, agents, sessions, fail_open)
-        _set_tools(tenant.tools, tool, add_tool or (), remove_tool or ())
+        set_tools(tenant.tools, tool, add_tool or (), remove_tool or ())
         set_run_budget(tenant.run_budget, run_budget or ())
         request = admin_pb2.PutTenantRequest(tenant=tenant, expected_version=tenant.version)
         client.admin("PutTenant", request)
-        _warn_of_unknown(client, config, name, [*(tool or ()), *(add_tool or ())])
-    output().print(f"Tenant {name} is changed; schedulers follow within a second.")
+        warn_of_unknown(client, config, name, [*(tool or ()), *(add_tool or ())])
+    output().print(f"Tenant {name} is changed; schedulers follow within a second.", soft_wrap=True)
 
 
 @tenants_app.command("remove")
@@ -236,10 +230,13 @@ def remove(name: NameArgument, config: ConfigOption = None, endpoint: EndpointOp
             raise ConfigError("name", f"{name} has the key of `sluice` itself, api-key")
         client.admin("DeleteTenant", admin_pb2.DeleteTenantRequest(tenant=name))
     _key_path(config, name).unlink(missing_ok=True)
-    output().print(f"Tenant {name} is removed; its keys are refused within a second.")
+    output().print(
+        f"Tenant {name} is removed; its keys are refused within a second.", soft_wrap=True
+    )
     output().print(
         "Its documents, runs, sessions, values, results, tools and decision records are deleted"
-        " now; its usage stays in the ledger. The name can be used again in about 10 s."
+        " now; its usage stays in the ledger. The name can be used again in about 10 s.",
+        soft_wrap=True,
     )
 
 
@@ -304,7 +301,7 @@ def key_revoke(
         raise ConfigError("key_id", f"{key_id} is the key of `sluice` itself, api-key")
     with open_admin(config, endpoint) as client:
         client.admin("RevokeKey", admin_pb2.RevokeKeyRequest(key_id=key_id))
-    output().print(f"Key {key_id} is void within a second.")
+    output().print(f"Key {key_id} is void within a second.", soft_wrap=True)
 
 
 def _listed(client: MeshClient) -> admin_pb2.ListTenantsResponse:
@@ -357,66 +354,7 @@ def _set(
             setattr(tenant, field, number)
     if ceiling and not default_class and 0 < tenant.default_class < tenant.ceiling:
         tenant.default_class = tenant.ceiling  # a lower ceiling takes the default with it
-    _set_names(tenant.models, models)
-
-
-def _set_names(field: RepeatedScalarFieldContainer[str], names: list[str] | None) -> None:
-    if names is not None:
-        del field[:]
-        field.extend(name for name in names if name != NONE)
-
-
-def _set_tools(
-    field: RepeatedScalarFieldContainer[str],
-    given: list[str] | None,
-    added: Sequence[str],
-    removed: Sequence[str],
-) -> None:
-    """The list of tools: as given, or what there was with some more and without others. Raises
-    BadParameter."""
-    if given is not None and (added or removed):
-        raise typer.BadParameter(
-            "--tool gives the whole list, --add-tool and --remove-tool change it: not both"
-        )
-    for name in removed:
-        if name not in field:
-            known = ", ".join(field) or "none"
-            raise typer.BadParameter(
-                f"{name!r} is not in the list; there are: {known}", param_hint="--remove-tool"
-            )
-    _set_names(field, given)
-    names = dict.fromkeys([*field, *added])
-    _set_names(field, [name for name in names if name not in removed])
-
-
-def _warn_of_unknown(
-    client: MeshClient, config: Path | None, tenant: str, names: Sequence[str]
-) -> None:
-    """Says which tools nobody declares: a tenant may be given one before it is there."""
-    from sluice.scheduler.v1 import admin_pb2
-
-    wanted = [name for name in names if name != NONE]
-    configured = _configured_tools(config) if wanted else None
-    if configured is None:
-        return
-    request = admin_pb2.ListTenantToolsRequest(tenant=tenant)
-    known = configured | {one.name for one in client.admin("ListTenantTools", request).tools}
-    for name in wanted:
-        if name.partition(JOINT)[0] not in known:
-            warn_line(
-                f"there is no tool {name!r}: neither the configuration nor `sluice tools add`"
-                f" declares it for {tenant}"
-            )
-
-
-def _configured_tools(config: Path | None) -> set[str] | None:
-    """The names of the [[tool]] tables; None where there is no configuration to be read."""
-    try:
-        tables = config_file(config).document.get("tool", [])
-    except ConfigError:
-        return None
-    found = tables if isinstance(tables, list) else []
-    return {str(one.get("name", "")) for one in found if isinstance(one, Mapping)}
+    set_names(tenant.models, models)
 
 
 def _set_rights(

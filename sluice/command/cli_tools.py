@@ -25,6 +25,7 @@ from sluice.command.cli_support import (
     print_table,
 )
 from sluice.config import ConfigError
+from sluice.errors import not_found
 
 if TYPE_CHECKING:
     from sluice.agent.v1 import tools_pb2
@@ -51,6 +52,8 @@ def list_tools(
         request = admin_pb2.ListTenantToolsRequest(tenant=tenant)
         found = client.admin("ListTenantTools", request).tools
         known = client.admin("ListTenants", admin_pb2.ListTenantsRequest()).tenants
+    if all(one.name != tenant for one in known):
+        raise not_found("TENANT_UNKNOWN", "There is no such tenant.")
     if as_json:
         print_json(found)
         return

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-from sluice.command import cli_support, cli_tenants
+from sluice.agent.v1 import tools_pb2
+from sluice.command import cli_support, cli_tenants, cli_tools, tenant_tools
 from sluice.command.cli_tenants import CLASSES
 from sluice.command.tenant_limits import NONE, run_budget_words, set_limits, set_run_budget
 from sluice.common.v1 import policy_pb2
@@ -49,24 +52,24 @@ def test_only_what_is_given_changes() -> None:
 
 def test_names_that_are_given_replace_those_that_were_there() -> None:
     tenant = admin_pb2.Tenant(name="a", tools=["clock"])
-    cli_tenants._set_names(tenant.tools, None)
+    tenant_tools.set_names(tenant.tools, None)
     assert list(tenant.tools) == ["clock"]
-    cli_tenants._set_names(tenant.tools, ["sales", "handbook"])
+    tenant_tools.set_names(tenant.tools, ["sales", "handbook"])
     assert list(tenant.tools) == ["sales", "handbook"]
-    cli_tenants._set_names(tenant.tools, [NONE])
+    tenant_tools.set_names(tenant.tools, [NONE])
     assert list(tenant.tools) == []
 
 
 def test_tools_are_given_whole_or_added_and_taken_out() -> None:
     tenant = admin_pb2.Tenant(name="a", tools=["clock", "sales"])
-    cli_tenants._set_tools(tenant.tools, None, ["desk", "clock"], ["sales"])
+    tenant_tools.set_tools(tenant.tools, None, ["desk", "clock"], ["sales"])
     assert list(tenant.tools) == ["clock", "desk"]
-    cli_tenants._set_tools(tenant.tools, ["handbook"], (), ())
+    tenant_tools.set_tools(tenant.tools, ["handbook"], (), ())
     assert list(tenant.tools) == ["handbook"]
     with pytest.raises(typer.BadParameter, match="not both"):
-        cli_tenants._set_tools(tenant.tools, ["clock"], ["desk"], ())
+        tenant_tools.set_tools(tenant.tools, ["clock"], ["desk"], ())
     with pytest.raises(typer.BadParameter, match="there are: handbook") as raised:
-        cli_tenants._set_tools(tenant.tools, None, (), ["clock"])
+        tenant_tools.set_tools(tenant.tools, None, (), ["clock"])
     assert raised.value.param_hint == "--remove-tool"
     assert list(tenant.tools) == ["handbook"]
 
@@ -157,6 +160,62 @@ def test_a_tenant_that_is_there_is_named_and_how_it_is_changed() -> None:
     client = Registry(SluiceError(Code.UNAVAILABLE, "STORE_UNAVAILABLE", "Gone."))
     with pytest.raises(SluiceError, match=r"Gone\."):
         cli_tenants._create(client, admin_pb2.Tenant(name="a"))
+
+
+class Admin:
+    """A client of a mesh with the tenant dev, which has registered one tool."""
+
+    def __init__(self) -> None:
+        self.deleted = ""
+
+    def admin(self, method: str, request: Any) -> Any:
+        if method == "ListTenantTools":
+            tool = tools_pb2.ToolDeclaration(name="look")
+            return admin_pb2.ListTenantToolsResponse(tools=[tool])
+        if method == "DeleteTenant":
+            self.deleted = request.tenant
+            return admin_pb2.DeleteTenantResponse()
+        return admin_pb2.ListTenantsResponse(tenants=[admin_pb2.Tenant(name="dev")])
+
+
+def test_a_tool_that_nobody_declares_names_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client: Any = Admin()
+    monkeypatch.setattr(tenant_tools, "_configured_tools", lambda _: {"calculator", "clock"})
+    names = ["calculater", "look__at", "lok__at", "zzz", "clock"]
+    tenant_tools.warn_of_unknown(client, None, "dev", names)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.rsplit("; ", 1)[-1] for line in said[:2]] == [
+        "the nearest is 'calculator'",
+        "the nearest is 'look'",
+    ]
+    assert len(said) == 3
+    assert said[2].endswith("declares it for dev")
+
+
+def test_tools_of_a_tenant_that_is_not_there_are_not_an_empty_list(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli_tools, "open_admin", lambda *_: nullcontext(Admin()))
+    for as_json in (False, True):
+        with pytest.raises(SluiceError) as raised:
+            cli_tools.list_tools("ghost", as_json)
+        assert raised.value.reason == "TENANT_UNKNOWN"
+    cli_tools.list_tools("dev")
+    assert "look" in capsys.readouterr().out
+
+
+def test_what_is_said_of_a_removal_is_not_broken_into_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    admin = Admin()
+    monkeypatch.setattr(cli_tenants, "open_admin", lambda *_: nullcontext(admin))
+    monkeypatch.setattr(cli_tenants, "_own_key_id", lambda _: "")
+    monkeypatch.setattr(cli_tenants, "_key_path", lambda *_: tmp_path / "none")
+    cli_tenants.remove("dev")
+    assert admin.deleted == "dev"
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_a_change_of_nothing_is_refused() -> None:
