@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -28,6 +29,17 @@ def number(kind: Any, prefix: str, word: str, words: tuple[str, ...], option: st
     if word not in words:
         raise typer.BadParameter(f"{word!r} is not one of {', '.join(words)}", param_hint=option)
     return kind.Value(f"{prefix}_{word.upper()}")
+
+
+def waiting(events: Iterable[runs_pb2.RunEvent]) -> runs_pb2.RunWaiting | None:
+    """What a run with these events, all that it has, waits for."""
+    now = None
+    for event in events:
+        if event.HasField("waiting"):
+            now = event.waiting
+        elif event.HasField("resumed") or event.HasField("ended"):
+            now = None
+    return now
 
 
 def set_budget(

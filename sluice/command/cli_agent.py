@@ -37,6 +37,7 @@ from sluice.command.cli_support import (
     KeyFileOption,
     open_client,
 )
+from sluice.command.schema_files import schema_text
 
 CHOICES: Final = ("auto", "required", "each")
 WATCH_S: Final = 3600.0
@@ -110,6 +111,8 @@ def run(
         background=background,
     )
     text = sys.stdin.read() if task == "-" else task
+    if not text.strip():
+        raise typer.BadParameter("the task is empty", param_hint="TASK")
     if system:
         request.messages.add(role="system", content=system)
         request.messages.add(role="user", content=text)
@@ -120,7 +123,7 @@ def run(
     if temperature is not None:
         request.sampling.temperature = temperature
     if answer_schema is not None:
-        request.answer_schema_json = answer_schema.read_text(encoding="utf-8")
+        request.answer_schema_json = schema_text(answer_schema, "--answer-schema", applied=True)
     set_budget(request, budget_steps, budget_tokens, budget_calls, budget_time, budget_cost)
     with open_client(config, endpoint, key_file) as client:
         events = run_watch.start(client, request, timeout)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sluice.command.agent_options import REPLAY_S, RunArgument
+from sluice.command.agent_options import REPLAY_S, RunArgument, waiting
 from sluice.command.cli_support import (
     ConfigOption,
     EndpointOption,
@@ -44,11 +44,8 @@ def cancel(
     key_file: KeyFileOption = None,
 ) -> None:
     """Cancel a run: its model call and its tool are stopped."""
-    from sluice.scheduler.v1 import runs_pb2
-
-    request = runs_pb2.CancelRunRequest(run_id=run_id, request_id=str(uuid.uuid4()))
     with open_client(config, endpoint, key_file) as client:
-        _say(client.call("CancelRun", request).run)
+        output().print(_cancel(client, run_id), soft_wrap=True)
 
 
 def approve(
@@ -92,6 +89,23 @@ def supply(
     _decide(config, endpoint, key_file, run_id, step, "SUPPLY_RESULT", text)
 
 
+def _cancel(client: MeshClient, run_id: str) -> str:
+    """Cancels a run; what became of it, in words. Raises SluiceError."""
+    from sluice.command.run_story import state_name
+    from sluice.scheduler.v1 import runs_pb2
+
+    run = client.call("GetRun", runs_pb2.GetRunRequest(run_id=run_id)).run
+    had_ended = run.HasField("end_time")
+    if not had_ended:
+        request = runs_pb2.CancelRunRequest(run_id=run_id, request_id=str(uuid.uuid4()))
+        run = client.call("CancelRun", request).run
+        # It may have ended by itself between the two calls.
+        had_ended = run.state in (runs_pb2.RUN_STATE_SUCCEEDED, runs_pb2.RUN_STATE_FAILED)
+    if had_ended:
+        return f"run {run.run_id} had ended before: {state_name(run.state)}; nothing was cancelled"
+    return f"run {run.run_id}: {state_name(run.state)}"
+
+
 def _decide(
     config: Path | None,
     endpoint: str,
@@ -120,18 +134,13 @@ def _waiting_step(client: MeshClient, run_id: str) -> int:
     from sluice.command.run_story import state_name
     from sluice.scheduler.v1 import runs_pb2
 
-    step = 0
-    for event in run_watch.so_far(client, run_id, REPLAY_S):
-        kind = event.WhichOneof("kind")
-        step = event.waiting.step if kind == "waiting" else step
-        if kind in ("resumed", "ended"):
-            step = 0
-    if not step:
+    found = waiting(run_watch.so_far(client, run_id, REPLAY_S))
+    if found is None:
         run = client.call("GetRun", runs_pb2.GetRunRequest(run_id=run_id)).run
         raise failed_precondition(
             "NOT_WAITING", f"the run does not wait: it is {state_name(run.state)}"
         )
-    return step
+    return found.step
 
 
 def _say(run: runs_pb2.Run) -> None:

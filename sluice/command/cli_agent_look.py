@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from sluice.command.agent_options import REPLAY_S, RunArgument, number
+from sluice.command.agent_options import REPLAY_S, RunArgument, number, waiting
 from sluice.command.cli_support import (
     ConfigOption,
     EndpointOption,
@@ -26,7 +26,7 @@ from sluice.command.cli_support import (
     status_of,
     warn_line,
 )
-from sluice.command.run_show import safe
+from sluice.command.run_show import how_to_decide, safe
 
 if TYPE_CHECKING:
     from sluice.command.client import MeshClient
@@ -97,31 +97,56 @@ def show(
     endpoint: EndpointOption = "",
     key_file: KeyFileOption = None,
 ) -> None:
-    """Show a run as it is now: its events so far, what it used, its answer."""
+    """Show a run as it is now: its events so far, what it used, its answer, and how to decide where
+    it waits."""
     from sluice.command import run_watch
-    from sluice.command.run_story import given_up, lines, state_name
     from sluice.scheduler.v1 import runs_pb2
 
     with open_client(config, endpoint, key_file) as client:
         found = client.call("GetRun", runs_pb2.GetRunRequest(run_id=run_id)).run
-        if as_json:
-            typer.echo(json.dumps(as_document(found), ensure_ascii=False, indent=2))
-            return
-        for number, event in enumerate(run_watch.so_far(client, run_id, REPLAY_S)):
-            if number == 0 and (line := given_up(event, 1)):
-                output().print(Text(line), soft_wrap=True)
-            for line in lines(event):
-                output().print(Text(safe(line)), soft_wrap=True)
-    tokens = found.usage.prompt_tokens + found.usage.completion_tokens
-    output().print(
-        Text(
-            f"{state_name(found.state)}; {found.steps} steps, {found.tool_calls} tool calls,"
-            f" {tokens} tokens, cost {found.cost:.6g}"
-        ),
-        soft_wrap=True,
+        events = list(run_watch.so_far(client, run_id, REPLAY_S))
+    if as_json:
+        typer.echo(json.dumps(_document(found, events), ensure_ascii=False, indent=2))
+        return
+    for line in _told(found, events):
+        output().print(Text(safe(line)), soft_wrap=True)
+
+
+def _document(run: runs_pb2.Run, events: Sequence[runs_pb2.RunEvent]) -> dict[str, Any]:
+    """A run as JSON with its events, whether its answer was cut off, and what it waits for."""
+    waits = waiting(events)
+    return as_document(run) | {
+        "truncated": _is_cut(events),
+        "waiting": as_document(waits) if waits else None,
+        "events": [as_document(one) for one in events],
+    }
+
+
+def _told(run: runs_pb2.Run, events: Sequence[runs_pb2.RunEvent]) -> Iterator[str]:
+    """The same as lines."""
+    from sluice.command.run_story import Tokens, folded, given_up, state_name
+
+    if events and (line := given_up(events[0], 1)):
+        yield line
+    yield from folded(events)
+    tokens = run.usage.prompt_tokens + run.usage.completion_tokens
+    yield (
+        f"{state_name(run.state)}; {run.steps} steps, {run.tool_calls} tool calls,"
+        f" {tokens} tokens, cost {run.cost:.6g}"
     )
-    if found.answer:
-        output().print(Text(safe(found.answer)), soft_wrap=True)
+    if run.answer:
+        yield run.answer
+    if _is_cut(events):
+        used = Tokens()
+        for event in events:
+            used.add(event)
+        yield used.note
+    if waits := waiting(events):
+        yield from how_to_decide(run.run_id, waits.step)
+
+
+def _is_cut(events: Sequence[runs_pb2.RunEvent]) -> bool:
+    return bool(events) and events[-1].ended.truncated
 
 
 def result(

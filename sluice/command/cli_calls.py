@@ -29,7 +29,9 @@ from sluice.command.cli_support import (
     print_table,
     status_of,
 )
+from sluice.command.schema_files import schema_text
 from sluice.errors import Code, SluiceError
+from sluice.sampling_rules import TEMPERATURE_MAX
 
 if TYPE_CHECKING:
     from sluice.command.client import MeshClient
@@ -48,7 +50,8 @@ MaxTokensOption = Annotated[
     int | None, typer.Option(help="Most output tokens, 1 or more.", min=1, max=INT32_MAX)
 ]
 TemperatureOption = Annotated[
-    float | None, typer.Option(help="0 (greedy) to 2. Default: the model's.")
+    float | None,
+    typer.Option(help="0 (greedy) to 2. Default: the model's.", min=0.0, max=TEMPERATURE_MAX),
 ]
 SystemOption = Annotated[str, typer.Option(help="A system message before the conversation.")]
 TimeoutOption = Annotated[float, typer.Option(help="Deadline, in s.", min=0.001)]
@@ -98,7 +101,7 @@ def generate(
     if max_tokens is not None:
         sampling.max_tokens = max_tokens
     if json_schema is not None:
-        sampling.structured_output.json_schema = json_schema.read_text(encoding="utf-8")
+        sampling.structured_output.json_schema = schema_text(json_schema, "--json-schema")
     request = generate_pb2.GenerateRequest(
         model=model, sampling=sampling, priority_class=class_number(priority)
     )
@@ -332,5 +335,7 @@ def class_number(name: str) -> policy_pb2.PriorityClass.ValueType:
     if not name:
         return policy_pb2.PRIORITY_CLASS_UNSPECIFIED
     if name not in CLASSES:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(CLASSES)}")
+        raise typer.BadParameter(
+            f"{name!r} is not one of {', '.join(CLASSES)}", param_hint="--class"
+        )
     return policy_pb2.PriorityClass.Value(f"PRIORITY_CLASS_{name.upper()}")

@@ -11,7 +11,6 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -25,13 +24,20 @@ from sluice.command.cli_support import (
     EndpointOption,
     JsonOption,
     KeyFileOption,
+    counted,
     errors,
     fail_line,
     open_client,
     output,
     print_json,
     print_table,
-    warn_line,
+)
+from sluice.command.doc_files import (
+    MEDIA_TYPES,
+    Found,
+    UnfitFileError,
+    content_of,
+    find_files,
 )
 from sluice.command.failures import UnreachableError, one_line
 from sluice.errors import SluiceError
@@ -40,17 +46,7 @@ if TYPE_CHECKING:
     from sluice.command.client import MeshClient
     from sluice.scheduler.v1 import data_pb2
 
-MEDIA_TYPES: Final = {
-    ".txt": "text/plain",
-    ".text": "text/plain",
-    ".md": "text/markdown",
-    ".markdown": "text/markdown",
-    ".html": "text/html",
-    ".htm": "text/html",
-}
 AT_ONCE: Final = 4
-FILES_MAX: Final = 10_000
-BYTES_MAX: Final = 3 << 20
 INGEST_S: Final = 600.0
 _LABEL: Final = re.compile(r"([^=]+)=(.*)")
 
@@ -64,15 +60,6 @@ LabelOption = Annotated[
 docs_app: Final = typer.Typer(
     help="Documents that runs and searches find things in, by collection.", no_args_is_help=True
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A file that is to be added."""
-
-    path: Path
-    document_id: str
-    media_type: str
 
 
 @docs_app.command()
@@ -108,7 +95,7 @@ def add(
             counted = f"{number} of {len(files)}  {names[result].document_id}"
             try:
                 output().print(Text(f"{counted}: {result.result()}"), soft_wrap=True)
-            except (SluiceError, UnreachableError, OSError) as error:
+            except (SluiceError, UnreachableError, UnfitFileError, OSError) as error:
                 failed += 1
                 why = one_line(error) if isinstance(error, SluiceError) else str(error)
                 fail_line(f"{counted}: {why}")
@@ -255,41 +242,12 @@ def remove(
     with open_client(config, endpoint, key_file) as client:
         if everything:
             count = _delete_all(client, collection)
-            output().print(Text(f"{collection}: {count} documents are deleted"), soft_wrap=True)
+            gone = f"{counted(count, 'document')} {'is' if count == 1 else 'are'} deleted"
+            output().print(Text(f"{collection}: {gone}"), soft_wrap=True)
         for name in documents or ():
             request = data_pb2.DeleteDocumentRequest(collection=collection, document_id=name)
             client.call("DeleteDocument", request)
             output().print(Text(f"{name} is deleted"), soft_wrap=True)
-
-
-def find_files(paths: Sequence[Path]) -> Iterator[Found]:
-    """The files under these paths in order, with the names that they get. A folder's files that
-    have another suffix are passed over with a warning; one that was named itself is refused.
-    Raises BadParameter."""
-    count = 0
-    for path in paths:
-        if not path.exists():
-            raise typer.BadParameter(f"there is no {path}")
-        files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
-        for file in files:
-            hidden = file != path and any(
-                part.startswith(".") for part in file.relative_to(path).parts
-            )
-            kind = MEDIA_TYPES.get(file.suffix.lower())
-            if hidden or kind is None:
-                if file == path:
-                    raise typer.BadParameter(
-                        f"{file} is not text, Markdown or HTML: suffixes are"
-                        f" {', '.join(MEDIA_TYPES)}"
-                    )
-                if not hidden:
-                    warn_line(f"{file} is passed over: its suffix says no known kind of text")
-                continue
-            count += 1
-            if count > FILES_MAX:
-                raise typer.BadParameter(f"there are more than {FILES_MAX} files")
-            name = file.relative_to(path).as_posix() if file != path else file.name
-            yield Found(file, name, kind)
 
 
 def labels_of(entries: Sequence[str] | None) -> dict[str, str]:
@@ -311,13 +269,10 @@ def _add(
     from sluice.scheduler.v1 import data_pb2, runs_pb2
     from sluice.status import from_status
 
-    content = file.path.read_bytes()
-    if len(content) > BYTES_MAX:
-        raise OSError(f"{len(content)} bytes; at most {BYTES_MAX}")
     request = data_pb2.PutDocumentRequest(
         collection=collection,
         document_id=file.document_id,
-        content=content,
+        content=content_of(file),
         media_type=file.media_type,
         labels=labels,
         request_id=str(uuid.uuid4()),
@@ -330,7 +285,7 @@ def _add(
             raise from_status(event.ended.status)
     where = data_pb2.GetDocumentRequest(collection=collection, document_id=file.document_id)
     document: data_pb2.Document = client.call("GetDocument", where).document
-    return f"{document.chunk_count} chunks"
+    return counted(document.chunk_count, "chunk")
 
 
 def _delete_all(client: MeshClient, collection: str) -> int:

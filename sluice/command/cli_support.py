@@ -42,10 +42,14 @@ EXIT_INTERRUPTED: Final = 130
 EXIT_OUTPUT_GONE: Final = 141  # as a shell says of what SIGPIPE ended
 
 _BUSY: Final = (Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE, Code.ABORTED)
+_LIMITS_OF_RUNS: Final = ("REPEATED_CALLS", "RUN_TOO_LONG", "WRONG_CALLS")
+"""Reasons of runs that ended at a limit, beside those of budgets."""
 _FAULTS: Final = (Code.INTERNAL, Code.UNKNOWN, Code.DATA_LOSS)
 # Wider than any row; rich pads a table to its own width, not to this.
 TABLE_WIDTH_MAX: Final = 10_000
 _CONFIG_NAME: Final = "sluice.toml"
+PORT_MAX: Final = 65_535
+_ENDPOINT: Final = re.compile(r"(?:[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 _SPAN: Final = re.compile(r"(\d{1,6})([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -53,9 +57,23 @@ ConfigOption = Annotated[
     Path | None,
     typer.Option(help="Configuration file. Default: $SLUICE_CONFIG, else sluice.toml here."),
 ]
+
+
+def _endpoint(text: str) -> str:
+    """An address as it was given. Raises BadParameter."""
+    found = _ENDPOINT.fullmatch(text)
+    if text and not (found and 0 < int(found[1]) <= PORT_MAX):
+        raise typer.BadParameter(f"{text!r} is not HOST:PORT")
+    return text
+
+
 EndpointOption = Annotated[
     str,
-    typer.Option(help="host:port of Envoy. Default: as configured.", envvar="SLUICE_ENDPOINT"),
+    typer.Option(
+        help="host:port of Envoy. Default: as configured.",
+        envvar="SLUICE_ENDPOINT",
+        callback=_endpoint,
+    ),
 ]
 KeyFileOption = Annotated[
     Path | None,
@@ -207,9 +225,10 @@ def status_of(error: Exception) -> int:
         case SluiceError():
             fail_line(one_line(error))
             status = _status_of_code(error.code)
-            # Asked again it would end alike: a run's own limits ended it, not a mesh that is busy.
-            own = error.reason.startswith("BUDGET_") and status == EXIT_BUSY
-            return EXIT_FAILED if own else status
+            # Asked again it would end alike: a run's own limits ended it, not a mesh that is busy
+            # or that refuses it.
+            own = error.reason in _LIMITS_OF_RUNS or error.reason.startswith("BUDGET_")
+            return EXIT_FAILED if own and status != EXIT_DEADLINE else status
         case UnreachableError():
             fail_line(str(error))
             return EXIT_NO_MESH
@@ -247,6 +266,11 @@ def _status_of_code(code: Code) -> int:
     if code in _FAULTS:
         return EXIT_FAILED
     return EXIT_REFUSED
+
+
+def counted(number: int, noun: str) -> str:
+    """How many of something, e.g. 1 chunk and 2 chunks."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def is_interactive() -> bool:

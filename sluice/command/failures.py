@@ -5,7 +5,11 @@ Light, so that even a broken environment gets its one line.
 
 from __future__ import annotations
 
+from typing import Final
+
 from sluice.errors import SluiceError
+
+_COMMANDS: Final = {"ListTools has": "`sluice agent tools` lists"}
 
 
 class StartError(Exception):
@@ -27,15 +31,27 @@ class UnreachableError(Exception):
 
 def one_line(error: SluiceError) -> str:
     """A typed error for a person: code, reason, text, fields, quotas and when to ask again."""
-    parts = [f"{error.code.name} {error.reason}: {error.message}"]
-    details = [f"{field.field}: {field.description}" for field in error.fields]
+    name = error.code.name
+    kind = name if error.reason == name else f"{name} {error.reason}"
+    parts = [f"{kind}: {error.message}"]
+    details = [
+        f"{field.field}: {field.description}"
+        for field in error.fields
+        if field.description.rstrip(".") not in error.message
+    ]
     details += [
         f"{quota.subject}: {quota.description}"
         for quota in error.quotas
         if quota.description.removeprefix("limit of ") not in error.message
     ]
-    # The message of a single wrong field or quota often says the same already.
-    parts += [detail for detail in details if detail.rstrip(".") not in error.message]
+    parts += details
     if error.retry_after_s is not None:
         parts.append(f"try again in {error.retry_after_s:.1f} s")
-    return "; ".join(part.rstrip(".") for part in parts)
+    return _for_the_command("; ".join(part.rstrip(".") for part in parts))
+
+
+def _for_the_command(text: str) -> str:
+    """A server names calls of its API; here a command stands for each."""
+    for call, command in _COMMANDS.items():
+        text = text.replace(call, command)
+    return text

@@ -56,6 +56,8 @@ def show(
             if as_json:
                 document = as_document(event)
                 typer.echo(json.dumps(document, ensure_ascii=False))
+            elif once and event.run_id and sys.stdout.isatty() and sys.stderr.isatty():
+                pass  # its name comes below, on the same terminal
             elif not event.HasField("ended"):  # said by _end
                 teller.tell(event)
             if asked is not None and event.HasField("queued"):
@@ -65,7 +67,9 @@ def show(
                 teller.close()
                 return _end(event.ended, as_json, tokens)
             if waits_now(client, event):
-                _how_to_decide(run_id, event.waiting.step)
+                teller.close()
+                for line in how_to_decide(run_id, event.waiting.step):
+                    errors().print(Text(line), soft_wrap=True)
                 return EXIT_WAITING
     except KeyboardInterrupt:
         teller.close()
@@ -76,7 +80,8 @@ def show(
         status = status_of(error)
         _goes_on(run_id)
         return status
-    if once and not as_json:
+    teller.close()
+    if once and run_id and not as_json:
         typer.echo(run_id)
     return 0
 
@@ -85,17 +90,25 @@ class Teller:
     """Tells events to a person, live text too where there is a terminal."""
 
     def __init__(self, console: Console, *, live: bool) -> None:
+        from sluice.command.run_story import Pauses
+
         self._console = console
         self._live = live
         self._open = False
+        self._pauses = Pauses()
+        self._untold = ""
+        self._rewrites = False
 
     def tell(self, event: runs_pb2.RunEvent) -> None:
         """One event."""
         from sluice.command.run_story import lines
 
+        if self._pauses.add(event):
+            self._pauses_again()
+            return
         if event.HasField("partial_text"):
             if self._live:
-                if event.partial_text.replaces:
+                if event.partial_text.replaces or self._rewrites:
                     self.close()
                 self._console.print(Text(safe(event.partial_text.text), style="dim"), end="")
                 self._open = True
@@ -105,10 +118,27 @@ class Teller:
             self._console.print(Text(safe(line), style="dim"), soft_wrap=True)
 
     def close(self) -> None:
-        """Ends a line of live text."""
+        """Ends a line of live text, and tells pauses that were held back."""
         if self._open:
             self._console.print()
-        self._open = False
+        self._open = self._rewrites = False
+        if self._untold:
+            self._console.print(Text(safe(self._untold), style="dim"), soft_wrap=True)
+        self._untold = ""
+
+    def _pauses_again(self) -> None:
+        """On a terminal over the line before; else held back until something else happens."""
+        from rich.control import Control
+        from rich.segment import ControlType
+
+        if not self._live:
+            self._untold = self._pauses.line
+            return
+        if not self._rewrites:
+            self.close()
+        self._console.control(Control(ControlType.CARRIAGE_RETURN))
+        self._console.print(Text(safe(self._pauses.line), style="dim"), end="", soft_wrap=True)
+        self._open = self._rewrites = True
 
 
 def _end(ended: runs_pb2.RunEnded, as_json: bool, tokens: Tokens) -> int:
@@ -127,7 +157,8 @@ def _end(ended: runs_pb2.RunEnded, as_json: bool, tokens: Tokens) -> int:
     return status_of(from_status(ended.status))
 
 
-def _how_to_decide(run_id: str, step: int) -> None:
+def how_to_decide(run_id: str, step: int) -> Iterator[str]:
+    """The commands, one a line, of which one lets a run go on that waits."""
     at = ("--step", str(step))
     for words in (
         ("approve", run_id, *at),
@@ -135,7 +166,7 @@ def _how_to_decide(run_id: str, step: int) -> None:
         ("supply", run_id, "RESULT_AS_JSON", *at),
         ("cancel", run_id),
     ):
-        errors().print(Text(f"  {own_command('agent', *words)}"), soft_wrap=True)
+        yield f"  {own_command('agent', *words)}"
 
 
 def _goes_on(run_id: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, Literal
 
 from google.rpc import status_pb2
@@ -48,14 +49,52 @@ def lines(event: runs_pb2.RunEvent) -> Iterator[str]:
             word = _DECISIONS.get(event.resumed.decision, "in a way that is not known here")
             yield f"step {event.resumed.step}: decided: {word}"
         case "paused":
-            when = time.strftime("%H:%M:%S", time.gmtime(event.paused.ready_time.seconds))
-            yield f"paused until {when} UTC ({event.paused.reason})"
+            yield _paused(event.paused)
         case "progress":
             progress = event.progress
             total = f" of {progress.total}" if progress.total else ""
             yield f"{progress.phase}: {progress.done}{total}"
         case "ended":
             yield from _ended(event.ended)
+
+
+class Pauses:
+    """Pauses in a row for the same reason, to be told as one."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last = runs_pb2.RunPaused()
+
+    def add(self, event: runs_pb2.RunEvent) -> bool:
+        """Takes the next event; whether it is the same pause again."""
+        if not event.HasField("paused"):
+            if not event.HasField("partial_text"):
+                self.count = 0
+            return False
+        again = self.count > 0 and event.paused.reason == self._last.reason
+        self.count = self.count + 1 if again else 1
+        self._last = event.paused
+        return again
+
+    @property
+    def line(self) -> str:
+        """The last pause, and how many there were."""
+        times = f", {self.count} times in a row" if self.count > 1 else ""
+        return f"{_paused(self._last)}{times}"
+
+
+def folded(events: Iterable[runs_pb2.RunEvent]) -> Iterator[str]:
+    """The lines of events that are all there; pauses in a row for the same reason are one."""
+    pauses, line = Pauses(), ""
+    for event in events:
+        again = pauses.add(event)
+        if line and not again:
+            yield line
+        line = pauses.line if event.HasField("paused") else ""
+        if not line:
+            yield from lines(event)
+    if line:
+        yield line
 
 
 class Tokens:
@@ -158,10 +197,26 @@ def _call(call: input_pb2.ToolCall) -> str:
 
 def _result(ended: runs_pb2.ToolCallEnded) -> str:
     if ended.HasField("status"):
-        return f"failed: {failure(ended.status)}"
+        said = _said(ended.result_json)
+        return f"failed: {failure(ended.status).rstrip('.')}{f': {said}' if said else ''}"
     more = "; `sluice agent result` prints them" if ended.blob else ""
     whole = f" ({ended.size_bytes} bytes in all{more})" if ended.truncated else ""
     return f"-> {short(ended.result_json)}{whole}"
+
+
+def _said(result_json: str) -> str:
+    """What a tool that failed said itself, if it did: mostly an object with the one text."""
+    try:
+        document = json.loads(result_json)
+    except (ValueError, RecursionError):
+        return short(result_json)
+    alone = document.get("error") if isinstance(document, dict) and len(document) == 1 else None
+    return short(alone if isinstance(alone, str) else result_json)
+
+
+def _paused(paused: runs_pb2.RunPaused) -> str:
+    when = time.strftime("%H:%M:%S", time.gmtime(paused.ready_time.seconds))
+    return f"paused until {when} UTC ({paused.reason})"
 
 
 def _why(waiting: runs_pb2.RunWaiting) -> str:

@@ -104,6 +104,12 @@ class _Call:
         ended: bool = run.HasField("end_time")
         return ended and run.last_sequence < self._request.from_sequence
 
+    def over(self, limit_s: float) -> str:
+        """What the end of the time means that was given to watching."""
+        if self.stored:
+            return f"only the watching ended, after {limit_s:g} s, not the run"
+        return f"nothing was heard for {limit_s:g} s; `sluice agent list` shows whether it began"
+
     @property
     def can_go_on(self) -> bool:
         """Whether asking again loses and doubles nothing: what was answered directly is nowhere
@@ -133,13 +139,19 @@ def _follow(
             if call.is_over():
                 return
         except (SluiceError, UnreachableError) as error:
-            late = clock() - lost_s > LOST_MAX_S or clock() >= end_s
-            if late or not (_passes(error) and call.can_go_on):
+            passes = _passes(error) and call.can_go_on
+            if clock() - lost_s > LOST_MAX_S or not passes:
+                raise
+            if clock() >= end_s and not _is_late(error):
                 raise
         if clock() >= end_s:
-            raise deadline_exceeded()
+            raise deadline_exceeded(message=call.over(limit_s))
         sleep(pause_s)
         pause_s = min(2 * pause_s, PAUSE_MAX_S)
+
+
+def _is_late(error: SluiceError | UnreachableError) -> bool:
+    return isinstance(error, SluiceError) and error.code is Code.DEADLINE_EXCEEDED
 
 
 def _passes(error: SluiceError | UnreachableError) -> bool:

@@ -117,10 +117,11 @@ def test_a_json_schema_is_followed(mesh: LocalMesh, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (("--temperature", "9"), 4, ("INVALID_ARGUMENT", "sampling.temperature")),
+        (("--top-p", "2"), 4, ("INVALID_ARGUMENT", "sampling.top_p")),
+        (("--temperature", "9"), 2, ("--temperature",)),
         (("--model", "nope"), 4, ("NOT_FOUND",)),
         (("--timeout", "0.02"), 6, ("DEADLINE_EXCEEDED",)),
-        (("--class", "urgent"), 2, ("critical, interactive",)),
+        (("--class", "urgent"), 2, ("--class", "critical, interactive")),
         (("--max-tokens", "0"), 2, ("max-tokens",)),
         (("--max-tokens", "2147483648"), 2, ("max-tokens",)),
         (("--key-file", "/nowhere/key"), 2, ("/nowhere/key",)),

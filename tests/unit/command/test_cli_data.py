@@ -14,6 +14,7 @@ from sluice.command import (
     cli_agent_look,
     cli_docs,
     cli_sessions,
+    doc_files,
     run_show,
     run_watch,
 )
@@ -31,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_gives_its_texts_by_their_path_and_suffix(folder: Path) -> None:
-    found = list(cli_docs.find_files([folder]))
+    found = list(doc_files.find_files([folder]))
     assert [(one.document_id, one.media_type) for one in found] == [
         ("a.TXT", "text/plain"),
         ("b.md", "text/markdown"),
@@ -41,14 +42,14 @@ def test_a_folder_gives_its_texts_by_their_path_and_suffix(folder: Path) -> None
 
 
 def test_what_is_passed_over_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    list(cli_docs.find_files([folder]))
+    list(doc_files.find_files([folder]))
     said = capsys.readouterr().err
     assert "picture.png is passed over" in said.replace("\n", " ")
     assert ".git" not in said
 
 
 def test_a_file_is_named_as_it_is(folder: Path) -> None:
-    (found,) = cli_docs.find_files([folder / "deep" / "c.html"])
+    (found,) = doc_files.find_files([folder / "deep" / "c.html"])
     assert found.document_id == "c.html"
 
 
@@ -57,7 +58,25 @@ def test_a_file_that_was_named_and_cannot_be_added_is_refused(
     folder: Path, name: str, words: str
 ) -> None:
     with pytest.raises(typer.BadParameter, match=words):
-        list(cli_docs.find_files([folder / name]))
+        list(doc_files.find_files([folder / name]))
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "the file is empty"),
+        (b"\x89PNG\xff", r"picture\.txt is not UTF-8 text"),
+        (b"x" * (doc_files.BYTES_MAX + 1), "at most"),
+    ],
+    ids=["empty", "binary", "large"],
+)
+def test_what_cannot_be_stored_is_said_without_asking(
+    tmp_path: Path, content: bytes, problem: str
+) -> None:
+    file = tmp_path / "picture.txt"
+    file.write_bytes(content)
+    with pytest.raises(doc_files.UnfitFileError, match=problem):
+        doc_files.content_of(doc_files.Found(file, "picture.txt", "text/plain"))
 
 
 def test_labels_are_name_and_value() -> None:

@@ -14,7 +14,15 @@ from sluice.command.cli_support import EXIT_BUSY, status_of
 from sluice.command.client import MeshClient
 from sluice.command.failures import NotReadyError, StartError, UnreachableError, one_line
 from sluice.config import ConfigError
-from sluice.errors import Code, FieldViolation, QuotaViolation, SluiceError
+from sluice.errors import (
+    Code,
+    FieldViolation,
+    QuotaViolation,
+    SluiceError,
+    deadline_exceeded,
+    not_found,
+    permission_denied,
+)
 from sluice.quota.exchange import Limits, QuotaKind
 from sluice.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
 
@@ -39,6 +47,21 @@ def test_a_field_that_the_message_names_already_is_not_repeated() -> None:
         Code.INVALID_ARGUMENT, "BAD", "a: must be 1", fields=[FieldViolation("a", "must be 1")]
     )
     assert one_line(error) == "INVALID_ARGUMENT BAD: a: must be 1"
+
+
+def test_a_field_that_says_what_the_message_says_is_not_repeated() -> None:
+    model = not_found("MODEL_UNKNOWN", "no such model for this tenant: 'm'", field="model")
+    assert one_line(model) == "NOT_FOUND MODEL_UNKNOWN: no such model for this tenant: 'm'"
+    text = "tools[0]: 'x' is not in this tenant's list of tools; ListTools has those that are, and"
+    tool = permission_denied("TOOL_NOT_ALLOWED", text, field="tools[0]")
+    assert one_line(tool) == (
+        "PERMISSION_DENIED TOOL_NOT_ALLOWED: tools[0]: 'x' is not in this tenant's list of tools;"
+        " `sluice agent tools` lists those that are, and"
+    )
+
+
+def test_a_reason_that_is_the_codes_name_is_said_once() -> None:
+    assert one_line(deadline_exceeded(message="Late.")) == "DEADLINE_EXCEEDED: Late"
 
 
 def test_a_quota_that_the_message_names_already_is_not_repeated() -> None:
@@ -83,6 +106,9 @@ def test_every_error_has_one_line_and_its_status(
     [
         (["nonsense"], 2),
         (["up", "--engine", "gpt"], 2),
+        (["models", "--endpoint", "banana"], 2),
+        (["agent", "run", " "], 2),
+        (["agent", "run", "x", "--temperature", "9"], 2),
         (["--version"], 0),
         (["--help"], 0),
         ([], 0),

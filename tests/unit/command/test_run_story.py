@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from google.rpc import status_pb2
 
-from sluice.command.run_story import Tokens, given_up, lines, lowered, short, state_name
+from sluice.command.run_story import Tokens, folded, given_up, lines, lowered, short, state_name
 from sluice.common.v1 import input_pb2, result_pb2
 from sluice.scheduler.v1 import runs_pb2
 
@@ -99,6 +99,41 @@ def test_a_tool_that_failed_says_why() -> None:
     status = status_pb2.Status(code=14, message="it is away")
     (line,) = told(tool_call_ended=runs_pb2.ToolCallEnded(step=1, status=status))
     assert line == "step 1: failed: UNAVAILABLE: it is away"
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ('{"error": "no such column: product.id"}', "no such column: product.id"),
+        ('{"error": "none", "at": 3}', '{"error": "none", "at": 3}'),
+        ('"it broke"', '"it broke"'),
+        ('{"error": "cut', '{"error": "cut'),
+    ],
+)
+def test_what_a_tool_that_failed_said_itself_is_shown(result: str, said: str) -> None:
+    status = status_pb2.Status(code=9, message="The database refused the statement.")
+    ended = runs_pb2.ToolCallEnded(step=1, status=status, result_json=result)
+    (line,) = told(tool_call_ended=ended)
+    assert line == (
+        f"step 1: failed: FAILED_PRECONDITION: The database refused the statement: {said}"
+    )
+
+
+def paused(until_s: int, reason: str = "NO_INSTANCE") -> runs_pb2.RunEvent:
+    event = runs_pb2.RunEvent(paused=runs_pb2.RunPaused(reason=reason))
+    event.paused.ready_time.seconds = until_s
+    return event
+
+
+def test_pauses_in_a_row_for_one_reason_are_one_line() -> None:
+    step = runs_pb2.RunEvent(tool_call_ended=runs_pb2.ToolCallEnded(step=2, result_json="42"))
+    events = [paused(0), paused(10), paused(20), paused(30, "QUEUE_FULL"), step, paused(40)]
+    assert list(folded(events)) == [
+        "paused until 00:00:20 UTC (NO_INSTANCE), 3 times in a row",
+        "paused until 00:00:30 UTC (QUEUE_FULL)",
+        "step 2: -> 42",
+        "paused until 00:00:40 UTC (NO_INSTANCE)",
+    ]
 
 
 def test_an_answer_without_a_run_says_so() -> None:

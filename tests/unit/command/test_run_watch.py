@@ -9,7 +9,7 @@ import pytest
 
 from sluice.command import run_watch
 from sluice.command.failures import UnreachableError
-from sluice.errors import Code, SluiceError, unavailable
+from sluice.errors import Code, SluiceError, deadline_exceeded, unavailable
 from sluice.scheduler.v1 import runs_pb2
 
 RUN = "6f0c9f3e-0000-4000-8000-000000000001"
@@ -75,6 +75,25 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
     monkeypatch.setattr(run_watch, "_follow", fast)
     return made
+
+
+@pytest.mark.parametrize(
+    ("stream", "said"),
+    [
+        ([event(1)], "only the watching ended, after 1 s, not the run"),
+        ([], "`sluice agent list` shows whether it began"),
+    ],
+)
+@pytest.mark.parametrize("by", [None, deadline_exceeded()], ids=["its own", "the call's"])
+def test_the_end_of_the_time_to_watch_is_not_that_of_the_run(
+    stream: list[Any], said: str, by: SluiceError | None, clock: Clock
+) -> None:
+    end = [] if by is None else [by]
+    script: Any = Script(*([[*stream, *end]] + [end] * 9))
+    with pytest.raises(SluiceError, match=said) as raised:
+        for _ in run_watch.start(script, runs_pb2.RunAgentRequest(), 1.0):
+            pass
+    assert raised.value.code is Code.DEADLINE_EXCEEDED
 
 
 def started(script: Any, **fields: Any) -> list[int]:
