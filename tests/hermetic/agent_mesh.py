@@ -47,7 +47,7 @@ REPLIES: Mapping[str, Sequence[object]] = {
             "tool": "sales",
             "arguments": {"sql": "SELECT product, SUM(amount) FROM orders GROUP BY product"},
         },
-        {"answer": {"answer": "Mostly desks."}},
+        {"answer": "Mostly desks."},
     ],
     "17.5 times 4": [
         {"tool": "calculator", "arguments": {"expression": "17.5*4"}},
@@ -63,6 +63,8 @@ REPLIES: Mapping[str, Sequence[object]] = {
     ],
 }
 """What the model answers, turn by turn, to a prompt that holds a text."""
+_TYPED: Mapping[str, object] = {'"rows"': {"answer": "Mostly desks."}}
+"""The same for the analyst's answer, for which it shows the rows and no earlier turn."""
 
 
 def configured_tools(folder: Path) -> list[dict[str, Any]]:
@@ -109,8 +111,14 @@ def agent_mesh(folder: Path, **more: Any) -> Iterator[Mesh]:
 
 def answers(running: Mesh, replies: Mapping[str, Sequence[object]]) -> None:
     """Scripts the model: to a prompt that holds a marker it replies with these, turn by turn."""
-    rules = [{"marker": marker, "replies": list(said)} for marker, said in replies.items()]
-    running.faults(*rules, on=["sim-0"])
+    typed = [{"marker": marker, "replies": [said]} for marker, said in _TYPED.items()]
+    rules = []
+    for marker, said in replies.items():
+        rules.append({"marker": marker, "replies": list(said)})
+        last = said[-1]
+        if isinstance(last, Mapping) and "answer" in last:
+            rules[-1]["words"] = last["answer"]  # where only the answer is asked for
+    running.faults(*typed, *rules, on=["sim-0"])
 
 
 def environment(running: Mesh) -> dict[str, str]:

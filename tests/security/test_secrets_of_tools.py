@@ -30,6 +30,7 @@ from tests.security.http_server import Answer, endless, fixed, serving, silent
 from tests.security.test_ssrf_of_tools import SECRET, Loopback, box, declaration
 
 ARGUMENT = "canary-argument-4402"
+FILE = "canary-file-1177"  # of the operator's configuration: for its log alone
 RESULT = "canary-result-9917"
 TRACE = f"00-{'c' * 32}-{'d' * 16}-01"
 SCHEMA = json.dumps({"type": "object", "properties": {"q": {"type": "string"}}})
@@ -74,7 +75,7 @@ async def every_end(telemetry: Telemetry) -> tuple[list[str], list[ToolError], s
                 egress={"hosts": ["in.example.org"]},
             ),
             declaration("calc", calculator={}),
-            declaration("data", sql={"url": f"sqlite:////nowhere/{ARGUMENT}.db"}),
+            declaration("data", sql={"url": f"sqlite:////nowhere/{FILE}.db"}),
         ]
         results: list[str] = []
         errors: list[ToolError] = []
@@ -133,6 +134,8 @@ async def test_canaries_are_in_no_log_span_metric_or_error(
     assert len(errors) >= 9 and len(results) >= 3
     for canary in (SECRET, ARGUMENT, RESULT):
         assert canary not in seen
+    assert FILE in seen
+    assert not any(FILE in f"{error} {error.message}" for error in errors)
     assert SECRET not in "".join(results) + "".join(error.content_json for error in errors)
     assert any(RESULT in one for one in results)  # it was a test
 

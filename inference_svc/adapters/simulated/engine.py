@@ -169,7 +169,8 @@ class SimulatedEngine:
             if fault is not None and fault.refuse:
                 raise fault.error()
         if fault is not None:
-            fault = fault.at_turn(turn_of(spec.prompt, fault.marker))
+            turn = turn_of(spec.prompt, fault.marker)
+            fault = fault.at_turn(turn, constrained=sampling.constraint is not None)
         room = limit - len(ids)
         if sampling.total_tokens_max is not None:
             room = continuations.within_total(sampling, sampling.total_tokens_max, len(ids), room)

@@ -60,6 +60,7 @@ class Fault:
     # Replies by turn: how many assistant messages follow the message that holds the marker (or the
     # directive; without either, all count). Beyond the last one: the last one again.
     replies: tuple[str, ...] = ()
+    words: str | None = None  # where nothing constrains the output: instead of a turn's reply
     reply_bytes: bool = False  # the reply's tokens are single bytes, not pieces
     reply_cuts: tuple[int, ...] = ()  # byte offsets at which a delta of the reply ends
     echo: str = (
@@ -74,8 +75,10 @@ class Fault:
             and (not self.marker or self.marker in text())
         )
 
-    def at_turn(self, turn: int) -> Fault:
+    def at_turn(self, turn: int, *, constrained: bool) -> Fault:
         """The rule with the reply of a turn, from 0, as its reply."""
+        if self.words is not None and not constrained:
+            return replace(self, reply=self.words)
         if not self.replies:
             return self
         return replace(self, reply=self.replies[min(turn, len(self.replies) - 1)])
@@ -124,6 +127,10 @@ def _check(fault: Fault) -> None:
             raise ValueError(f"{name} must be text")
     if fault.reply is not None and not isinstance(fault.reply, str):
         raise ValueError("reply must be text")
+    if fault.words is not None and not isinstance(fault.words, str):
+        raise ValueError("words must be text")
+    if fault.words is not None and not fault.replies:
+        raise ValueError("words go with replies")
     if fault.replies and (fault.reply is not None or fault.echo):
         raise ValueError("replies go without reply and echo")
     if fault.status not in Code.__members__ or fault.status == "OK":

@@ -44,6 +44,17 @@ def test_replies_follow_the_turns_of_a_conversation(run_virtual: Virtual) -> Non
     run_virtual(scenario())
 
 
+def test_words_are_the_reply_where_nothing_constrains_the_output(run_virtual: Virtual) -> None:
+    async def scenario() -> None:
+        rule = Fault.from_table({"marker": "task-7", "replies": [CALL], "words": "It is x."})
+        made = await engine(PROFILE, rule)
+        assert (await reply(made, chat("task-7: go"), LONG)).text() == "It is x."
+        form = replace(LONG, constraint=Constraint(ConstraintKind.JSON_OBJECT, ""))
+        assert (await reply(made, chat("task-7: go"), form)).text() == json.dumps(CALL)
+
+    run_virtual(scenario())
+
+
 def test_a_directive_in_the_task_scripts_all_turns(run_virtual: Virtual) -> None:
     async def scenario() -> None:
         made = await engine(replace(PROFILE, prompt_directives=True))
@@ -82,6 +93,8 @@ def test_a_marker_is_found_in_text_prompts_too(run_virtual: Virtual) -> None:
     "table",
     [
         {"replies": "x"},
+        {"words": "x"},
+        {"replies": ["x"], "words": 1},
         {"replies": [1]},
         {"replies": ["x"] * 1001},
         {"replies": ["x"], "reply": "y"},
