@@ -112,7 +112,7 @@ def queue_us(waiting: int) -> tuple[float, float]:
 def submit_us(waiting: int) -> float:
     """Submit, with its checks and estimates, with so many tickets waiting."""
     scheduler = Scheduler(LIMITS, LeastWork())
-    scheduler.report(report(0), 0.0)
+    scheduler.instances.report(report(0), 0.0)
     for number in range(waiting):
         assert scheduler.submit(ticket(number), 0.0) is None
     extra = [ticket(waiting + number) for number in range(BATCH * 50)]
@@ -246,7 +246,7 @@ def turn_us(instances: int, per_turn: int) -> tuple[float, float]:
     """A turn per dispatch, and the rest of a ticket's life (accepted, first token, end)."""
     scheduler = Scheduler(LIMITS, LeastWork())
     for number in range(instances):
-        scheduler.report(report(number), 0.0)
+        scheduler.instances.report(report(number), 0.0)
     turns, lives = [], []
     for batch in range(60):
         for number in range(per_turn):
@@ -259,9 +259,9 @@ def turn_us(instances: int, per_turn: int) -> tuple[float, float]:
         began = time.process_time()
         for effect in effects:
             assert isinstance(effect, Dispatch)
-            scheduler.accepted(effect.ticket.id, effect.attempt, 400, 0, 0.0)
-            scheduler.first_token(effect.ticket.id, effect.attempt, 0.0)
-            scheduler.ended(effect.ticket.id, effect.attempt, 0.0, output_tokens=10)
+            scheduler.attempts.accepted(effect.ticket.id, effect.attempt, 400, 0, 0.0)
+            scheduler.attempts.first_token(effect.ticket.id, effect.attempt, 0.0)
+            scheduler.attempts.ended(effect.ticket.id, effect.attempt, 0.0, output_tokens=10)
         lives.append((time.process_time() - began) / per_turn * 1e6)
     return statistics.median(turns), statistics.median(lives)
 
@@ -270,12 +270,12 @@ def blocked_turn_us(instances: int, waiting: int, sequences_max: int, prompt_tok
     """A turn that can place nothing: no sequence is free, or no KV memory."""
     scheduler = Scheduler(LIMITS, LeastWork())
     for number in range(instances):
-        scheduler.report(report(number, sequences_max), 0.0)
+        scheduler.instances.report(report(number, sequences_max), 0.0)
     for number in range(waiting):
         scheduler.submit(ticket(number, prompt_tokens=prompt_tokens), 0.0)
     while scheduler.turn(0.0):
         for item in list(scheduler._tickets.values()):
-            scheduler.first_token(item.id, item.attempt, 0.0)
+            scheduler.attempts.first_token(item.id, item.attempt, 0.0)
 
     def run(_: int) -> int:
         for _ in range(BATCH):

@@ -156,7 +156,7 @@ class Simulation:
     def run(self, requests: Sequence[Request]) -> Replay:
         for engine in self.engines.values():
             self._report(engine, 0.0)
-            self.scheduler.credit(engine.name, 256, 64_000_000, 0.0)
+            self.scheduler.instances.credit(engine.name, 256, 64_000_000, 0.0)
         for number, request in enumerate(requests):
             self._at(request.at_s, partial(self._arrive, number, request))
         last_s = requests[-1].at_s
@@ -224,16 +224,20 @@ class Simulation:
         engine.read_s += read_s
         engine.free_at_s = max(now, engine.free_at_s) + read_s
         self.ttfts.append(engine.free_at_s - ticket.arrival_s)
-        self.scheduler.accepted(ticket.id, effect.attempt, request.input_tokens, cached, now)
+        self.scheduler.attempts.accepted(
+            ticket.id, effect.attempt, request.input_tokens, cached, now
+        )
 
         def first(at: float) -> None:
-            self.scheduler.first_token(ticket.id, effect.attempt, at)
+            self.scheduler.attempts.first_token(ticket.id, effect.attempt, at)
             engine.read += request.input_tokens - cached
             self._at(at + request.output_tokens * STEP_S / engine.speed, end)
 
         def end(at: float) -> None:
             engine.running -= 1
-            self.scheduler.ended(ticket.id, effect.attempt, at, output_tokens=request.output_tokens)
+            self.scheduler.attempts.ended(
+                ticket.id, effect.attempt, at, output_tokens=request.output_tokens
+            )
 
         self._at(engine.free_at_s, first)
 
@@ -242,7 +246,7 @@ class Simulation:
             self._report(engine, now)
 
     def _report(self, engine: Engine, now: float) -> None:
-        self.scheduler.report(
+        self.scheduler.instances.report(
             InstanceReport(
                 name=engine.name,
                 model="m",

@@ -282,11 +282,13 @@ class _OverSteps(Simulation):
         prepared = await self._steps[index].prepare(spec_of(number, arrival))
 
         def started() -> None:
-            self._scheduler.first_token(ticket.id, ticket.attempt, self._now())
+            self._scheduler.attempts.first_token(ticket.id, ticket.attempt, self._now())
 
         def ended() -> None:
             tokens = arrival.output_tokens
-            self._scheduler.ended(ticket.id, ticket.attempt, self._now(), output_tokens=tokens)
+            self._scheduler.attempts.ended(
+                ticket.id, ticket.attempt, self._now(), output_tokens=tokens
+            )
             del self._runs[number]
             self._left -= 1
             if not self._left:
@@ -296,7 +298,7 @@ class _OverSteps(Simulation):
         sink = Sink(START_S + arrival.at_s, self.timings[number - 1], started, ended)
         self._runs[number] = self._steps[index].submit(prepared, sink)
         tokens = arrival.prompt_tokens
-        self._scheduler.accepted(ticket.id, ticket.attempt, tokens, 0, self._now())
+        self._scheduler.attempts.accepted(ticket.id, ticket.attempt, tokens, 0, self._now())
 
     async def _report_all(self) -> None:
         for number in count():
@@ -316,11 +318,13 @@ class _OverSteps(Simulation):
             output_tokens_per_s=stats.output_tokens_per_s,
             step_ms=stats.step_ms,
         )
-        self._scheduler.report(report, self._now())
+        self._scheduler.instances.report(report, self._now())
         for number, run in self._runs.items():
             live = self._live[number]
             if live.engine == index:
-                self._scheduler.progressed(live.ticket.id, live.ticket.attempt, run.output_tokens)
+                self._scheduler.attempts.progressed(
+                    live.ticket.id, live.ticket.attempt, run.output_tokens
+                )
 
 
 class _Timed(Simulation):

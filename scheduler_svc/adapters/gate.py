@@ -213,7 +213,7 @@ class Gate:
             lane = link.lanes.get(abort.instance)
             if lane is not None and lane.cancel(abort.ticket.id, abort.attempt, reason):
                 return  # its `ended` frees the room
-        self.domain.ended(abort.ticket.id, abort.attempt, now, abort.reason)
+        self.domain.attempts.ended(abort.ticket.id, abort.attempt, now, abort.reason)
 
     def _yield(self, effect: Yield, now: float) -> None:
         """Stops an attempt that goes on later; what it makes until its end still counts."""
@@ -224,14 +224,14 @@ class Gate:
                 return  # its `ended` says how far it came
         live = self.lives.get(ticket.id)
         delivered = live.tokens if live is not None else 0
-        self.domain.yielded(ticket.id, effect.attempt, now, delivered)
+        self.domain.attempts.yielded(ticket.id, effect.attempt, now, delivered)
 
     def _dispatch(self, effect: Dispatch, now: float) -> None:
         ticket = effect.ticket
         live = self.lives.get(ticket.id)
         if live is None or live.over:
             outcome = live.outcome if live is not None else None
-            self.domain.ended(ticket.id, effect.attempt, now, outcome or Outcome.CANCELLED)
+            self.domain.attempts.ended(ticket.id, effect.attempt, now, outcome or Outcome.CANCELLED)
             return
         if live.renewing is not None:
             live.renewing = effect  # the earlier attempt is over; this one waits in its place
@@ -246,7 +246,7 @@ class Gate:
             return  # its handler makes the call; see unary_ended and unary_failed
         lane = self._lanes.get(effect.instance)
         if lane is None or not lane.can_start():
-            self.domain.rejected(ticket.id, effect.attempt, RejectKind.NO_ROOM, now)
+            self.domain.attempts.rejected(ticket.id, effect.attempt, RejectKind.NO_ROOM, now)
             return
         start = inference_pb2.Start(
             work=live.to_start(),
@@ -321,7 +321,7 @@ class Gate:
         """The call succeeded."""
         live.end(inference_pb2.Ended(usage=usage))
         attempt = live.attempt
-        self.post(lambda now: self.domain.ended(live.ticket.id, attempt, now))
+        self.post(lambda now: self.domain.attempts.ended(live.ticket.id, attempt, now))
 
     def unary_failed(self, live: LiveRequest, error: SluiceError) -> None:
         """The call failed: a fault of the instance is placed elsewhere, the rest is final."""
@@ -329,16 +329,16 @@ class Gate:
 
         def fail(now: float) -> None:
             if live.over:
-                self.domain.ended(live.ticket.id, attempt, now, Outcome.CANCELLED)
+                self.domain.attempts.ended(live.ticket.id, attempt, now, Outcome.CANCELLED)
             elif error.reason == GRANT_LAPSED:
                 self._lapsed(live, attempt, now)
             elif error.code is Code.RESOURCE_EXHAUSTED:
-                self.domain.rejected(live.ticket.id, attempt, RejectKind.NO_ROOM, now)
+                self.domain.attempts.rejected(live.ticket.id, attempt, RejectKind.NO_ROOM, now)
             elif error.code in _CALL_FAULTS:
                 self._attempt_failed(live, attempt, call_fault(error), now, error)
             else:
                 live.fail(error, Outcome.INVALID)
-                self.domain.ended(live.ticket.id, attempt, now, Outcome.INVALID)
+                self.domain.attempts.ended(live.ticket.id, attempt, now, Outcome.INVALID)
 
         self.post(fail)
 
@@ -424,7 +424,7 @@ class Gate:
                 live.fail(error, Outcome.INTER_TOKEN_TIMEOUT)
             else:
                 made = live.tokens - live.attempt_base
-                self.domain.progressed(live.ticket.id, live.attempt, made)
+                self.domain.attempts.progressed(live.ticket.id, live.attempt, made)
                 self.quota.progressed(live, now)
 
     def _stop(self, live: LiveRequest, now: float, outcome: Outcome) -> None:
@@ -475,7 +475,9 @@ class Gate:
         if self._lanes.setdefault(lane.name, lane) is lane:
             lane.open = True
             self.post(
-                lambda now: self.domain.credit(lane.name, credit.sequences, credit.kv_tokens, now)
+                lambda now: self.domain.instances.credit(
+                    lane.name, credit.sequences, credit.kv_tokens, now
+                )
             )
 
     def lane_lost(self, lane: Lane, slots: list[Slot], kind: FaultKind, reason: str) -> None:
@@ -488,7 +490,7 @@ class Gate:
 
         def lose(now: float) -> None:
             if is_current:
-                self.domain.lost(lane.name, now)
+                self.domain.instances.lost(lane.name, now)
             for slot in slots:
                 self._failed(slot, kind, now)
 
@@ -503,10 +505,10 @@ class Gate:
     def report(self, report: InstanceReport, address: str) -> None:
         """An instance's fresh load report; its lane is opened if it has none."""
         self.addresses[report.name] = address
-        self.post(lambda now: self.domain.report(report, now))
+        self.post(lambda now: self.domain.instances.report(report, now))
         if report.name in self._drained:
             # One that is new here, or came back, does not know the mark.
-            self.post(lambda now: self.domain.drain_instance(report.name, True, now))
+            self.post(lambda now: self.domain.instances.drain(report.name, True, now))
         lane = self._lanes.get(report.name)
         if report.serving and (lane is None or not lane.open or lane.address != address):
             self.post(self.open_lanes)
@@ -521,7 +523,7 @@ class Gate:
         done: asyncio.Future[None] = self._loop.create_future()
 
         def apply(now: float) -> None:
-            self.domain.drain_instance(name, drained, now)
+            self.domain.instances.drain(name, drained, now)
             if not done.done():
                 done.set_result(None)
 
@@ -530,12 +532,12 @@ class Gate:
 
     def unreachable(self, name: InstanceName, reason: str) -> None:
         """An instance that does not answer its load watch."""
-        self.post(lambda now: self.domain.unreachable(name, reason, now))
+        self.post(lambda now: self.domain.instances.unreachable(name, reason, now))
 
     def remove(self, name: InstanceName) -> None:
         """An instance that discovery does not know any more."""
         self.addresses.pop(name, None)
-        self.post(lambda now: self.domain.remove(name, now))
+        self.post(lambda now: self.domain.instances.remove(name, now))
 
     def open_lanes(self, now: float) -> None:
         """Gives every known instance a lane on the replica that rendezvous hashing picks."""
@@ -548,19 +550,19 @@ class Gate:
                     self._lanes[name] = link.lane(name, address)
                 elif self._lanes.pop(name, None) is not None:
                     # What runs there ends as it will; nothing more is started.
-                    self.domain.cut_off(name, now)
+                    self.domain.instances.cut_off(name, now)
 
     # Ends of attempts.
 
     def _first_token(self, live: LiveRequest) -> None:
         attempt = live.attempt
-        self.post(lambda now: self.domain.first_token(live.ticket.id, attempt, now))
+        self.post(lambda now: self.domain.attempts.first_token(live.ticket.id, attempt, now))
 
     def _accepted(self, slot: Slot, accepted: inference_pb2.Accepted) -> None:
         if slot.live is not None:
             slot.live.accept(accepted)
         self.post(
-            lambda now: self.domain.accepted(
+            lambda now: self.domain.attempts.accepted(
                 slot.ticket_id,
                 slot.domain_attempt,
                 accepted.prompt_tokens,
@@ -598,7 +600,9 @@ class Gate:
             live.end(ended)
             tokens = ended.usage.completion_tokens
         self.post(
-            lambda now: self.domain.ended(slot.ticket_id, slot.domain_attempt, now, outcome, tokens)
+            lambda now: self.domain.attempts.ended(
+                slot.ticket_id, slot.domain_attempt, now, outcome, tokens
+            )
         )
 
     def _rejected(self, slot: Slot, rejected: inference_pb2.Rejected) -> None:
@@ -606,13 +610,13 @@ class Gate:
         rejection = _REJECTIONS.get(rejected.reason)
         if live is None:
             self.post(
-                lambda now: self.domain.ended(
+                lambda now: self.domain.attempts.ended(
                     slot.ticket_id, slot.domain_attempt, now, Outcome.CANCELLED
                 )
             )
         elif rejection is not None:
             self.post(
-                lambda now: self.domain.rejected(
+                lambda now: self.domain.attempts.rejected(
                     slot.ticket_id, slot.domain_attempt, rejection, now
                 )
             )
@@ -632,7 +636,9 @@ class Gate:
         """The work is wrong: nobody else is asked, and the instance is not to blame."""
         live.fail(error, Outcome.INVALID)
         self.post(
-            lambda now: self.domain.ended(slot.ticket_id, slot.domain_attempt, now, Outcome.INVALID)
+            lambda now: self.domain.attempts.ended(
+                slot.ticket_id, slot.domain_attempt, now, Outcome.INVALID
+            )
         )
 
     def _lapsed(self, live: LiveRequest, attempt: int, now: float) -> None:
@@ -640,7 +646,7 @@ class Gate:
         means that the clocks of the two machines are apart."""
         live.quota_lapses += 1
         if live.quota_lapses <= LAPSES_MAX or live.over:
-            self.domain.rejected(live.ticket.id, attempt, RejectKind.LAPSED, now)
+            self.domain.attempts.rejected(live.ticket.id, attempt, RejectKind.LAPSED, now)
             return
         log.error("the clock of an instance is ahead", instance=live.instance)
         error = unavailable(
@@ -650,15 +656,15 @@ class Gate:
             metadata={"instance": live.instance},
         )
         live.fail(error, Outcome.INSTANCE_FAILED)
-        self.domain.ended(live.ticket.id, attempt, now, Outcome.INSTANCE_FAILED)
+        self.domain.attempts.ended(live.ticket.id, attempt, now, Outcome.INSTANCE_FAILED)
 
     def _yielded(self, slot: Slot, now: float) -> None:
         """An instance stopped a request without an end of its own."""
         live = slot.live
         if live is None or live.over:
-            self.domain.ended(slot.ticket_id, slot.domain_attempt, now, Outcome.CANCELLED)
+            self.domain.attempts.ended(slot.ticket_id, slot.domain_attempt, now, Outcome.CANCELLED)
             return
-        asked = self.domain.yielded(slot.ticket_id, slot.domain_attempt, now, live.tokens)
+        asked = self.domain.attempts.yielded(slot.ticket_id, slot.domain_attempt, now, live.tokens)
         if asked == "unasked":
             self._failed(slot, FaultKind.PROTOCOL, now)
 
@@ -667,7 +673,7 @@ class Gate:
     ) -> None:
         live = slot.live
         if live is None or live.over:
-            self.domain.ended(slot.ticket_id, slot.domain_attempt, now, Outcome.CANCELLED)
+            self.domain.attempts.ended(slot.ticket_id, slot.domain_attempt, now, Outcome.CANCELLED)
         else:
             self._attempt_failed(live, slot.domain_attempt, kind, now, error)
 
@@ -681,7 +687,7 @@ class Gate:
     ) -> None:
         """An attempt failed: the domain places it elsewhere, or it ends with a typed error."""
         delivered = max(live.tokens, live.first_token_s > 0)
-        final = self.domain.failed(live.ticket.id, attempt, kind, now, delivered)
+        final = self.domain.attempts.failed(live.ticket.id, attempt, kind, now, delivered)
         if isinstance(final, Refusal):
             final.metadata = {
                 **final.metadata,

@@ -411,6 +411,10 @@ class Fleet:
         """KV tokens that are planned with; 0: KV memory is no limit."""
         return int(instance.report.kv_tokens * (1.0 - self._limits.kv_reserve))
 
+    def memory(self, instance: Instance) -> tuple[int, int]:
+        """KV tokens per block, and KV tokens that are planned with."""
+        return max(1, instance.report.kv_block_tokens), self.kv_max(instance)
+
     def check(self) -> None:
         """Columns equal what they are made of. O(rows), for tests."""
         assert len(self._by_name) + len(self._free_rows) == self._limits.instances_max

@@ -188,7 +188,9 @@ class Simulation:
         for index, engine in enumerate(self._engines):
             self._report(index, 0.0)
             kind = engine.kind
-            self._scheduler.credit(self._names[index], kind.sequences_max, kind.kv_tokens, 0.0)
+            self._scheduler.instances.credit(
+                self._names[index], kind.sequences_max, kind.kv_tokens, 0.0
+            )
 
     def _arrive(self, arrival: Arrival, now: float) -> None:
         scheduler, times = self._scheduler, self._options.times
@@ -241,12 +243,12 @@ class Simulation:
             live = self._live[seq.key]
             live.first_s = now
             self.recorder.event(b"f", now, seq.key, index)
-            self._scheduler.first_token(live.ticket.id, live.ticket.attempt, now)
+            self._scheduler.attempts.first_token(live.ticket.id, live.ticket.attempt, now)
         for seq in over:
             live = self._live.pop(seq.key)
             ticket, tokens = live.ticket, seq.output_tokens
             self.recorder.event(b"e", now, seq.key, index)
-            self._scheduler.ended(ticket.id, ticket.attempt, now, output_tokens=tokens)
+            self._scheduler.attempts.ended(ticket.id, ticket.attempt, now, output_tokens=tokens)
             unloaded_s = engine.kind.unloaded_tpot_s
             self.recorder.finished(live.arrival, tokens, live.first_s, now, unloaded_s)
 
@@ -266,7 +268,7 @@ class Simulation:
                 engine.abort(live.sequence, now)
                 if engine.stamp != stamp:
                     self._schedule(live.engine)
-                self._scheduler.ended(effect.ticket.id, effect.attempt, now)
+                self._scheduler.attempts.ended(effect.ticket.id, effect.attempt, now)
                 self._end(live, effect.reason, now)
                 again = True
         # What ended here left room.
@@ -280,7 +282,7 @@ class Simulation:
         live.engine = index
         self.recorder.event(b"d", now, seq.key, index)
         if not engine.fits(seq.prompt_tokens):
-            self._scheduler.ended(ticket.id, ticket.attempt, now, Outcome.INVALID)
+            self._scheduler.attempts.ended(ticket.id, ticket.attempt, now, Outcome.INVALID)
             self._end(live, Outcome.INVALID, now)
             return True
         stamp = engine.stamp
@@ -288,7 +290,7 @@ class Simulation:
         if engine.stamp != stamp:
             self._schedule(index)
         cached = engine.cached_tokens(seq)
-        self._scheduler.accepted(ticket.id, ticket.attempt, seq.prompt_tokens, cached, now)
+        self._scheduler.attempts.accepted(ticket.id, ticket.attempt, seq.prompt_tokens, cached, now)
         return False
 
     def _end(self, live: Live, outcome: Outcome, now: float) -> None:
@@ -319,11 +321,11 @@ class Simulation:
             output_tokens_per_s=meter.output_tokens_per_s,
             step_ms=meter.step_ms,
         )
-        self._scheduler.report(report, now)
+        self._scheduler.instances.report(report, now)
         if self._options.progress:
             for key, tokens in engine.written(now):
                 ticket = self._live[key].ticket
-                self._scheduler.progressed(ticket.id, ticket.attempt, tokens)
+                self._scheduler.attempts.progressed(ticket.id, ticket.attempt, tokens)
 
     def _sample(self, now: float) -> None:
         second = self.recorder.second(now - SAMPLE_S / 2)

@@ -316,7 +316,7 @@ class MemoryMesh:
 
     def drain(self, name: str, drain: bool) -> None:
         """What an operator does."""
-        self.gate.post(lambda now: self.gate.domain.drain_instance(InstanceName(name), drain, now))
+        self.gate.post(lambda now: self.gate.domain.instances.drain(InstanceName(name), drain, now))
 
     async def over(self, live: LiveRequest) -> LiveRequest:
         """Waits for its end and lets it go."""

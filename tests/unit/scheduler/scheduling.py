@@ -104,8 +104,8 @@ class Bench:
     def up(self, name: str, **report: object) -> None:
         """A report and a credit for everything the instance has."""
         made = a_report(name, **report)
-        self.scheduler.report(made, self.now)
-        self.scheduler.credit(made.name, made.sequences_max, made.kv_tokens, self.now)
+        self.scheduler.instances.report(made, self.now)
+        self.scheduler.instances.credit(made.name, made.sequences_max, made.kv_tokens, self.now)
 
     def submit(self, *tickets: Ticket) -> None:
         for ticket in tickets:

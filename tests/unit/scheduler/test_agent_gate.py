@@ -112,7 +112,7 @@ def test_the_fleets_load_is_that_of_the_models_instances() -> None:
     assert bench.scheduler.load_of("unknown").utilisation == 1.0
     first = next(ticket for ticket in tickets if ticket.attempt)
     bench.now = 4.0
-    bench.scheduler.ended(first.id, 1, bench.now, output_tokens=5)
+    bench.scheduler.attempts.ended(first.id, 1, bench.now, output_tokens=5)
     assert bench.scheduler.load_of("m").wait_s > 0
 
 

@@ -38,8 +38,8 @@ def run_one(bench: Bench, kind: WorkKind = WorkKind.GENERATE) -> Ticket:
 
 
 def finish(bench: Bench, ticket: Ticket) -> None:
-    bench.scheduler.first_token(ticket.id, ticket.attempt, bench.now)
-    bench.scheduler.ended(ticket.id, ticket.attempt, bench.now, output_tokens=5)
+    bench.scheduler.attempts.first_token(ticket.id, ticket.attempt, bench.now)
+    bench.scheduler.attempts.ended(ticket.id, ticket.attempt, bench.now, output_tokens=5)
 
 
 def break_it(bench: Bench) -> None:
@@ -47,7 +47,7 @@ def break_it(bench: Bench) -> None:
     for _ in range(LIMITS.faults_max):
         bench.now += 0.01
         ticket = run_one(bench)
-        bench.scheduler.failed(ticket.id, ticket.attempt, ERROR, bench.now, False)
+        bench.scheduler.attempts.failed(ticket.id, ticket.attempt, ERROR, bench.now, False)
         bench.scheduler.cancel(ticket.id, bench.now)
     assert state(bench) == "open"
 
@@ -72,13 +72,13 @@ def test_embeddings_open_and_close_it_too() -> None:
     for _ in range(3):
         bench.now += 0.01
         ticket = run_one(bench, WorkKind.EMBED)
-        bench.scheduler.failed(ticket.id, ticket.attempt, ERROR, bench.now, False)
+        bench.scheduler.attempts.failed(ticket.id, ticket.attempt, ERROR, bench.now, False)
         bench.scheduler.cancel(ticket.id, bench.now)
     assert state(bench) == "open"
     bench.now += LIMITS.cooldown_s
     for _ in range(2):
         ticket = run_one(bench, WorkKind.EMBED)
-        bench.scheduler.ended(ticket.id, ticket.attempt, bench.now)
+        bench.scheduler.attempts.ended(ticket.id, ticket.attempt, bench.now)
     assert state(bench) == "closed"
 
 
@@ -109,20 +109,24 @@ def test_a_refusal_a_cancel_and_a_client_error_give_their_probes_back() -> None:
         ticket = run_one(bench)
         bench.now += 0.2
         if way == 0:
-            scheduler.rejected(ticket.id, ticket.attempt, RejectKind.NO_ROOM, bench.now)
+            scheduler.attempts.rejected(ticket.id, ticket.attempt, RejectKind.NO_ROOM, bench.now)
             scheduler.cancel(ticket.id, bench.now)
         elif way == 1:
             scheduler.cancel(ticket.id, bench.now)
-            scheduler.ended(ticket.id, ticket.attempt, bench.now)
+            scheduler.attempts.ended(ticket.id, ticket.attempt, bench.now)
         elif way == 2:
-            scheduler.ended(ticket.id, ticket.attempt, bench.now, Outcome.INVALID)
+            scheduler.attempts.ended(ticket.id, ticket.attempt, bench.now, Outcome.INVALID)
         elif way == 3:
-            scheduler.rejected(ticket.id, ticket.attempt, RejectKind.EXPIRED, bench.now)
+            scheduler.attempts.rejected(ticket.id, ticket.attempt, RejectKind.EXPIRED, bench.now)
         elif way == 4:
-            scheduler.failed(ticket.id, ticket.attempt, FaultKind.LOST_RELAY, bench.now, False)
+            scheduler.attempts.failed(
+                ticket.id, ticket.attempt, FaultKind.LOST_RELAY, bench.now, False
+            )
             scheduler.cancel(ticket.id, bench.now)
         else:
-            scheduler.ended(ticket.id, ticket.attempt, bench.now, Outcome.DEADLINE_EXCEEDED)
+            scheduler.attempts.ended(
+                ticket.id, ticket.attempt, bench.now, Outcome.DEADLINE_EXCEEDED
+            )
         bench.now += 0.2
         scheduler.turn(bench.now)
         assert state(bench) == "half_open"
@@ -133,14 +137,14 @@ def test_client_errors_do_not_open_it_and_do_not_hide_faults() -> None:
     bench = a_bench("a")
     for _ in range(20):
         ticket = run_one(bench)
-        bench.scheduler.ended(ticket.id, ticket.attempt, bench.now, Outcome.INVALID)
+        bench.scheduler.attempts.ended(ticket.id, ticket.attempt, bench.now, Outcome.INVALID)
     assert state(bench) == "closed"
     for _ in range(3):
         bench.now += 0.01
         ticket = run_one(bench)
-        bench.scheduler.ended(ticket.id, ticket.attempt, bench.now, Outcome.INVALID)
+        bench.scheduler.attempts.ended(ticket.id, ticket.attempt, bench.now, Outcome.INVALID)
         ticket = run_one(bench)
-        bench.scheduler.failed(ticket.id, ticket.attempt, ERROR, bench.now, True)
+        bench.scheduler.attempts.failed(ticket.id, ticket.attempt, ERROR, bench.now, True)
     assert state(bench) == "open"
 
 
@@ -154,7 +158,7 @@ def test_a_short_limit_of_the_client_is_no_fault_of_the_instance_and_a_long_sile
             bench.now += limit_s + 0.1
             bench.up("a", sequences_max=8, embeds=True)
             bench.scheduler.turn(bench.now)
-            bench.scheduler.ended(ticket.id, ticket.attempt, bench.now)
+            bench.scheduler.attempts.ended(ticket.id, ticket.attempt, bench.now)
         assert (state(bench) == "open") == opened
 
 
@@ -164,9 +168,9 @@ def test_a_stream_that_stalls_or_breaks_the_protocol_is_a_fault() -> None:
         for _ in range(3):
             bench.now += 0.01
             ticket = run_one(bench)
-            bench.scheduler.first_token(ticket.id, ticket.attempt, bench.now)
+            bench.scheduler.attempts.first_token(ticket.id, ticket.attempt, bench.now)
             bench.scheduler.cancel(ticket.id, bench.now, outcome)
-            bench.scheduler.ended(ticket.id, ticket.attempt, bench.now)
+            bench.scheduler.attempts.ended(ticket.id, ticket.attempt, bench.now)
         assert state(bench) == "open"
 
 
@@ -179,7 +183,7 @@ def test_an_instance_that_is_back_on_its_address_is_tried_at_once() -> None:
     finish(bench, run_one(bench))
     assert state(bench) == "closed"
     break_it(bench)
-    bench.scheduler.unreachable(A, "SILENT", bench.now)
+    bench.scheduler.instances.unreachable(A, "SILENT", bench.now)
     bench.up("a", epoch="2", embeds=True)
     assert state(bench) == "half_open"
 
@@ -189,7 +193,7 @@ def test_an_instance_whose_engine_is_down_takes_nothing_until_its_next_report() 
     tickets = [a_ticket(deadline_s=100.0, first_token_limit_s=90.0) for _ in range(2)]
     bench.submit(*tickets)
     assert len(bench.turn()) == 2
-    bench.scheduler.failed(tickets[0].id, 1, FaultKind.NOT_SERVING, bench.now, False)
+    bench.scheduler.attempts.failed(tickets[0].id, 1, FaultKind.NOT_SERVING, bench.now, False)
     assert bench.turn() == []
     bench.up("a", embeds=True)
     assert [effect.ticket for effect in bench.turn()] == [tickets[0]]
@@ -201,7 +205,7 @@ def test_one_that_refuses_everything_but_says_it_serves_opens_all_the_same() -> 
         bench.now += 0.25
         bench.up("a", embeds=True)
         ticket = run_one(bench)
-        bench.scheduler.failed(ticket.id, 1, FaultKind.NOT_SERVING, bench.now, False)
+        bench.scheduler.attempts.failed(ticket.id, 1, FaultKind.NOT_SERVING, bench.now, False)
         bench.scheduler.cancel(ticket.id, bench.now)
     bench.up("a", embeds=True)
     assert state(bench) == "open"
@@ -214,7 +218,7 @@ def test_a_recovering_instance_is_met_by_the_next_ticket_although_another_is_idl
         tickets = [run_one(bench) for _ in range(2)]
         for ticket in tickets:
             if ticket.instance == A:
-                bench.scheduler.failed(ticket.id, ticket.attempt, ERROR, bench.now, True)
+                bench.scheduler.attempts.failed(ticket.id, ticket.attempt, ERROR, bench.now, True)
             else:
                 finish(bench, ticket)
     assert state(bench) == "open"
@@ -259,6 +263,6 @@ def test_slow_ones_are_barred_only_while_half_of_the_fleet_is_left() -> None:
     for name in "abc":
         bench.up(name, sequences_max=100)
     for ticket in tickets:
-        bench.scheduler.first_token(ticket.id, ticket.attempt, bench.now)
+        bench.scheduler.attempts.first_token(ticket.id, ticket.attempt, bench.now)
     states = sorted(state(bench, name) for name in "abc")
     assert states == ["closed", "closed", "open"]

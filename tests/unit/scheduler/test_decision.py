@@ -60,9 +60,9 @@ def test_a_later_placement_is_noted_in_full_with_what_removed_the_others() -> No
     bench.up("b", draining=True)
     bench.up("c", gpus=GpuState(xid_errors=1))
     bench.up("d", model="other")
-    scheduler.unreachable(InstanceName("e"), "test", bench.now)
+    scheduler.instances.unreachable(InstanceName("e"), "test", bench.now)
     bench.now = 0.2
-    scheduler.failed(ticket.id, 1, FaultKind.LOST_CONNECTION, bench.now, delivered=False)
+    scheduler.attempts.failed(ticket.id, 1, FaultKind.LOST_CONNECTION, bench.now, delivered=False)
     bench.up("a", sequences_max=1)
     (again,) = bench.turn()
     assert again.instance == "f"
@@ -77,7 +77,7 @@ def test_a_rejected_placement_says_why_and_full_instances_are_counted() -> None:
     ticket, other = a_ticket(), a_ticket()
     bench.dispatch(ticket)
     bench.dispatch(other)
-    bench.scheduler.rejected(ticket.id, 1, RejectKind.NO_ROOM, bench.now)
+    bench.scheduler.attempts.rejected(ticket.id, 1, RejectKind.NO_ROOM, bench.now)
     bench.up("a", sequences_max=1)
     bench.turn()
     first, second = placements(ticket)
@@ -127,7 +127,9 @@ def test_a_trail_keeps_the_first_placement_and_the_last_ones() -> None:
 
 def test_only_the_best_candidates_are_kept() -> None:
     bench = Bench(*(f"i{number:02}" for number in range(8)), report={"sequences_max": 64})
-    bench.scheduler.report(a_report("i00", prompt_tokens_per_s=1.0, sequences_max=64), 0.0)
+    bench.scheduler.instances.report(
+        a_report("i00", prompt_tokens_per_s=1.0, sequences_max=64), 0.0
+    )
     ticket = a_ticket(sampled=True)
     bench.dispatch(ticket)
     (noted,) = placements(ticket)
@@ -172,16 +174,16 @@ def test_what_yields_and_goes_on_says_why_how_far_it_came_and_who_had_other_weig
     scheduler = bench.scheduler
     ticket = a_ticket(continuable=True, priority_class=PriorityClass.BATCH)
     bench.dispatch(ticket)
-    scheduler.accepted(ticket.id, 1, 100, 0, bench.now)
-    scheduler.first_token(ticket.id, 1, bench.now)
-    scheduler.progressed(ticket.id, 1, 7)
+    scheduler.attempts.accepted(ticket.id, 1, 100, 0, bench.now)
+    scheduler.attempts.first_token(ticket.id, 1, bench.now)
+    scheduler.attempts.progressed(ticket.id, 1, 7)
     bench.up("b", fingerprint="other")
     bench.up("c")
     bench.now = 1.0
     bench.up("a", draining=True)
     yields = [effect for effect in scheduler.turn(bench.now) if isinstance(effect, Yield)]
     assert [effect.ticket for effect in yields] == [ticket]
-    assert scheduler.yielded(ticket.id, 1, bench.now, 7) == "requeued"
+    assert scheduler.attempts.yielded(ticket.id, 1, bench.now, 7) == "requeued"
     (again,) = bench.turn()
     assert again.instance == "c"
     first, second = placements(ticket)

@@ -236,7 +236,7 @@ def test_who_comes_back_after_the_delay_that_was_told_is_served_at_once_or_nearl
     bench = Bench("a", retry_after_jitter=0.0)
     warm = bench.dispatch(a_ticket())
     bench.now = 2.0
-    bench.scheduler.ended(warm.ticket.id, 1, bench.now, output_tokens=50)
+    bench.scheduler.attempts.ended(warm.ticket.id, 1, bench.now, output_tokens=50)
     patient = {"deadline_s": 1e4, "first_token_limit_s": 1e4}
     bench.submit(*(a_ticket(priority_class=CRITICAL, **patient) for _ in range(300)))
     told = bench.scheduler.submit(a_ticket(first_token_limit_s=7.0), bench.now)
@@ -253,7 +253,7 @@ def test_who_comes_back_after_the_delay_that_was_told_is_served_at_once_or_nearl
         due_s = min((at for at, _ in ends), default=back_s)
         bench.now = min(due_s, back_s) if again.state is TicketState.NEW else due_s
         for at, ticket in [entry for entry in ends if entry[0] <= bench.now]:
-            bench.scheduler.ended(ticket.id, ticket.attempt, bench.now, output_tokens=50)
+            bench.scheduler.attempts.ended(ticket.id, ticket.attempt, bench.now, output_tokens=50)
             ends.remove((at, ticket))
         if bench.now >= back_s and again.state is TicketState.NEW:
             bench.submit(again)
@@ -266,7 +266,7 @@ def test_the_backlog_of_one_tenant_costs_another_no_refusal_and_no_wait() -> Non
     bench = Bench("a", report={"sequences_max": 1})
     warm = bench.dispatch(a_ticket())
     bench.now = 10.0
-    bench.scheduler.ended(warm.ticket.id, 1, bench.now, output_tokens=50)
+    bench.scheduler.attempts.ended(warm.ticket.id, 1, bench.now, output_tokens=50)
     patient = {"deadline_s": 1e5, "first_token_limit_s": 1e5}
     bench.submit(*(a_ticket(tenant="noisy", **patient) for _ in range(100)))
     late = a_ticket(tenant="noisy", deadline_s=1e6, first_token_limit_s=60.0, arrival_s=10.0)
@@ -276,7 +276,7 @@ def test_the_backlog_of_one_tenant_costs_another_no_refusal_and_no_wait() -> Non
     assert bench.scheduler.submit(quiet, bench.now) is None
     (first,) = bench.turn()
     bench.now += 10.0
-    bench.scheduler.ended(first.ticket.id, 1, bench.now, output_tokens=50)
+    bench.scheduler.attempts.ended(first.ticket.id, 1, bench.now, output_tokens=50)
     (second,) = bench.turn()
     assert quiet in (first.ticket, second.ticket)
 
@@ -297,21 +297,21 @@ def test_every_way_to_end_charges_a_tenant_with_what_was_taken(end: str) -> None
     fair._start = -1e9
     assert fair.counter("t") == ticket.work_tokens == 200
     if end == "waiting":
-        scheduler.rejected(ticket.id, attempt, RejectKind.NO_ROOM, 0.0)
+        scheduler.attempts.rejected(ticket.id, attempt, RejectKind.NO_ROOM, 0.0)
         scheduler.cancel(ticket.id, 0.0)
         took = 0
     else:
-        scheduler.accepted(ticket.id, attempt, 90, 0, 0.1)
-        scheduler.progressed(ticket.id, attempt, 0 if end == "failed" else 7)
+        scheduler.attempts.accepted(ticket.id, attempt, 90, 0, 0.1)
+        scheduler.attempts.progressed(ticket.id, attempt, 0 if end == "failed" else 7)
         took = 0 if end == "failed" else 90 + 2 * 7
         if end == "finished":
-            scheduler.ended(ticket.id, attempt, 1.0, output_tokens=40)
+            scheduler.attempts.ended(ticket.id, attempt, 1.0, output_tokens=40)
             took = 90 + 2 * 40
         elif end == "cancelled":
             scheduler.cancel(ticket.id, 1.0)
-            scheduler.ended(ticket.id, attempt, 1.0)
+            scheduler.attempts.ended(ticket.id, attempt, 1.0)
         else:
-            scheduler.failed(
+            scheduler.attempts.failed(
                 ticket.id, attempt, FaultKind.ENGINE_ERROR, 1.0, delivered=7 * (end == "delivered")
             )
     assert fair.counter("t") == took

@@ -27,5 +27,5 @@ def test_one_word_says_why_an_instance_takes_nothing(
     bench = Bench()
     bench.up("a", **reported)
     assert state_of(bench.scheduler.snapshot().instances[InstanceName("a")]) == word
-    bench.scheduler.unreachable(InstanceName("a"), "silent", bench.now)
+    bench.scheduler.instances.unreachable(InstanceName("a"), "silent", bench.now)
     assert state_of(bench.scheduler.snapshot().instances[InstanceName("a")]) == "down"

@@ -45,7 +45,9 @@ class PrefixBench(Bench):
             self.up(name, **(report or {}))
 
     def end(self, dispatch: Dispatch) -> None:
-        self.scheduler.ended(dispatch.ticket.id, dispatch.attempt, self.now, output_tokens=1)
+        self.scheduler.attempts.ended(
+            dispatch.ticket.id, dispatch.attempt, self.now, output_tokens=1
+        )
 
     def at(self, blocks: Sequence[int]) -> str:
         """Where a prompt goes; it ends at once."""
@@ -68,9 +70,9 @@ def test_an_instance_that_lost_its_cache_is_expected_to_hold_nothing(how: str) -
     bench = PrefixBench("a", "b", "c")
     home = bench.at([1, 2, 3])
     if how == "lost":
-        bench.scheduler.lost(InstanceName(home), bench.now)
+        bench.scheduler.instances.lost(InstanceName(home), bench.now)
     elif how == "removed":
-        bench.scheduler.remove(InstanceName(home), bench.now)
+        bench.scheduler.instances.remove(InstanceName(home), bench.now)
     bench.up(home, epoch="2" if how == "restarted" else "")
     assert bench.scheduler.snapshot().prefix_tokens_expected == 0
     bench.at([1, 2, 3])
@@ -98,7 +100,7 @@ def test_what_is_expected_in_a_cache_is_not_counted_as_work_until_the_engine_say
         return bench.scheduler.snapshot().instances[InstanceName("a")].prefill_tokens
 
     assert outstanding() == 1
-    bench.scheduler.accepted(dispatch.ticket.id, dispatch.attempt, 501, 96, bench.now)
+    bench.scheduler.attempts.accepted(dispatch.ticket.id, dispatch.attempt, 501, 96, bench.now)
     assert outstanding() == 405
     state = bench.scheduler.snapshot()
     assert (state.prefix_tokens_expected, state.prefix_tokens_cached) == (500, 96)
@@ -185,7 +187,7 @@ def test_an_instance_that_stops_being_usable_ends_the_wait_for_it() -> None:
 def test_only_so_many_tickets_wait_for_prefixes_at_once() -> None:
     bench = PrefixBench("a", "b", report={"sequences_max": 8}, holds_max=2)
     home = bench.at(range(50))
-    bench.scheduler.credit(InstanceName(home), 0, 0, bench.now)
+    bench.scheduler.instances.credit(InstanceName(home), 0, 0, bench.now)
     bench.submit(*(with_prefix([*range(50), n]) for n in range(5)))
     assert len(bench.turn()) == 3
 

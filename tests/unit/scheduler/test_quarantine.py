@@ -70,11 +70,13 @@ class Fleet:
                 self.die(name)
                 continue
             for ticket in list(tickets):
-                scheduler.first_token(ticket.id, ticket.attempt, now)
-                scheduler.progressed(ticket.id, ticket.attempt, ticket.generated_tokens + 1)
+                scheduler.attempts.first_token(ticket.id, ticket.attempt, now)
+                scheduler.attempts.progressed(
+                    ticket.id, ticket.attempt, ticket.generated_tokens + 1
+                )
                 if ticket.generated_tokens >= 24:
                     tickets.remove(ticket)
-                    scheduler.ended(ticket.id, ticket.attempt, now)
+                    scheduler.attempts.ended(ticket.id, ticket.attempt, now)
                     self.ended[ticket.id] = Outcome.FINISHED
         self.bench.now += 0.05
         if self.bench.now % 1.0 < 0.05:  # else their reports would go stale
@@ -85,7 +87,7 @@ class Fleet:
         scheduler, now = self.bench.scheduler, self.bench.now
         self.deaths += 1
         for ticket in self.running.pop(name):
-            result = scheduler.failed(ticket.id, ticket.attempt, DOWN, now, False)
+            result = scheduler.attempts.failed(ticket.id, ticket.attempt, DOWN, now, False)
             if isinstance(result, Refusal):
                 self.ended[ticket.id] = result.outcome
         epoch = str(self.deaths)
@@ -96,9 +98,9 @@ def test_an_input_that_two_instances_died_of_is_refused_for_its_time() -> None:
     bench = a_bench("a", "b", "c")
     ticket = an_input("bad")
     bench.dispatch(ticket)
-    assert bench.scheduler.failed(ticket.id, 1, DOWN, 0.0, False) == "requeued"
+    assert bench.scheduler.attempts.failed(ticket.id, 1, DOWN, 0.0, False) == "requeued"
     bench.turn()
-    final = bench.scheduler.failed(ticket.id, 2, DOWN, 0.1, False)
+    final = bench.scheduler.attempts.failed(ticket.id, 2, DOWN, 0.1, False)
     assert isinstance(final, Refusal)
     assert (final.outcome, final.code) == (Outcome.POISON, Code.FAILED_PRECONDITION)
     bench.now = 1.0
@@ -116,17 +118,17 @@ def test_one_death_marks_nobody_and_what_lives_on_is_cleared() -> None:
     bench.turn()
     bench.up("b", sequences_max=8)
     for ticket in tickets:
-        bench.scheduler.failed(ticket.id, 1, DOWN, 0.0, False)
+        bench.scheduler.attempts.failed(ticket.id, 1, DOWN, 0.0, False)
     bench.now = 5.0  # later than any of them waits to be alone
     bench.up("a", sequences_max=8)
     bench.up("b", sequences_max=8)
     assert len(bench.turn()) == 4
     for ticket in tickets:
-        bench.scheduler.first_token(ticket.id, 2, 5.0)
-        bench.scheduler.progressed(ticket.id, 2, POISON.cleared_tokens)
+        bench.scheduler.attempts.first_token(ticket.id, 2, 5.0)
+        bench.scheduler.attempts.progressed(ticket.id, 2, POISON.cleared_tokens)
         assert ticket.suspicion is None
     for ticket in tickets:  # so a second death is a first one
-        result = bench.scheduler.failed(ticket.id, 2, DOWN, 6.0, False)
+        result = bench.scheduler.attempts.failed(ticket.id, 2, DOWN, 6.0, False)
         assert result == "requeued"
     assert bench.scheduler.snapshot().poisoned == 0
 
@@ -139,13 +141,13 @@ def test_two_suspects_at_one_death_convict_nobody() -> None:
         bench.turn()
         bench.up("b", sequences_max=8)
         for ticket in pair:
-            bench.scheduler.failed(ticket.id, 1, DOWN, 0.0, False)
-        bench.scheduler.unreachable(InstanceName("a"), "SILENT", 0.0)
+            bench.scheduler.attempts.failed(ticket.id, 1, DOWN, 0.0, False)
+        bench.scheduler.instances.unreachable(InstanceName("a"), "SILENT", 0.0)
         assert [effect.instance for effect in bench.turn()] == ["b", "b"]
         if lost:
-            bench.scheduler.lost(InstanceName("b"), 1.0)
+            bench.scheduler.instances.lost(InstanceName("b"), 1.0)
         kind = FaultKind.LOST_CONNECTION if lost else DOWN
-        results = [bench.scheduler.failed(t.id, 2, kind, 1.0, False) for t in pair]
+        results = [bench.scheduler.attempts.failed(t.id, 2, kind, 1.0, False) for t in pair]
         assert results == ["requeued", "requeued"]
         # From now on only one is out at a time per instance, however long that takes.
         bench.now = 100.0
@@ -155,10 +157,10 @@ def test_two_suspects_at_one_death_convict_nobody() -> None:
         bench.up("d", sequences_max=8)
         where = [effect.instance for effect in bench.turn()]
         assert len(set(where)) == 2
-        final = bench.scheduler.failed(pair[0].id, pair[0].attempt, DOWN, 101.0, False)
+        final = bench.scheduler.attempts.failed(pair[0].id, pair[0].attempt, DOWN, 101.0, False)
         assert isinstance(final, Refusal)
         assert final.outcome is Outcome.POISON
-        bench.scheduler.ended(pair[1].id, pair[1].attempt, 102.0)
+        bench.scheduler.attempts.ended(pair[1].id, pair[1].attempt, 102.0)
         assert bench.is_empty()
 
 
@@ -170,8 +172,8 @@ def test_suspects_go_on_one_per_instance_and_the_rest_a_second_later() -> None:
     for name in "bc":
         bench.up(name, sequences_max=8)
     for ticket in tickets:
-        bench.scheduler.failed(ticket.id, 1, DOWN, 0.0, False)
-    bench.scheduler.unreachable(InstanceName("a"), "SILENT", 0.0)
+        bench.scheduler.attempts.failed(ticket.id, 1, DOWN, 0.0, False)
+    bench.scheduler.instances.unreachable(InstanceName("a"), "SILENT", 0.0)
     assert sorted(effect.instance for effect in bench.turn()) == ["b", "c"]
     wakeup = bench.scheduler.next_wakeup(0.0)
     assert wakeup == pytest.approx(POISON.apart_s)
@@ -187,10 +189,10 @@ def test_a_client_that_sends_it_again_finds_it_suspected_still() -> None:
         ticket = an_input("bad")
         bench.submit(ticket)
         (effect,) = bench.turn()
-        result = bench.scheduler.failed(ticket.id, 1, DOWN, number * 5.0, True)
+        result = bench.scheduler.attempts.failed(ticket.id, 1, DOWN, number * 5.0, True)
         assert isinstance(result, Refusal)
         outcomes.append(result.outcome)
-        bench.scheduler.unreachable(effect.instance, "SILENT", 0.0)
+        bench.scheduler.instances.unreachable(effect.instance, "SILENT", 0.0)
         bench.now += 2.0
     assert outcomes == [Outcome.INSTANCE_FAILED, Outcome.POISON]
 
@@ -202,7 +204,9 @@ def test_on_a_single_instance_it_takes_three_deaths() -> None:
     results = []
     for _ in range(3):
         bench.turn()
-        results.append(bench.scheduler.failed(ticket.id, ticket.attempt, DOWN, bench.now, False))
+        results.append(
+            bench.scheduler.attempts.failed(ticket.id, ticket.attempt, DOWN, bench.now, False)
+        )
         bench.now += 3.0
         bench.up("a", sequences_max=8)
     assert results[:2] == ["requeued", "requeued"]
@@ -216,7 +220,7 @@ def test_the_same_input_twice_on_one_instance_is_one_death() -> None:
     bench.submit(*twins)
     bench.turn()
     for ticket in twins:
-        assert bench.scheduler.failed(ticket.id, 1, DOWN, 0.0, False) == "requeued"
+        assert bench.scheduler.attempts.failed(ticket.id, 1, DOWN, 0.0, False) == "requeued"
 
 
 def test_an_input_that_is_everywhere_is_not_taken_for_poison() -> None:
@@ -228,7 +232,7 @@ def test_an_input_that_is_everywhere_is_not_taken_for_poison() -> None:
     for name in "ab":
         bench.now += 1.0
         for ticket in [one for one in copies if one.instance == name and one.attempt == 1]:
-            result = bench.scheduler.failed(ticket.id, 1, DOWN, bench.now, False)
+            result = bench.scheduler.attempts.failed(ticket.id, 1, DOWN, bench.now, False)
             assert result == "requeued"
     other = an_input("popular")
     assert bench.scheduler.submit(other, bench.now) is None
@@ -236,7 +240,7 @@ def test_an_input_that_is_everywhere_is_not_taken_for_poison() -> None:
     bench.up("c", sequences_max=100)
     bench.turn()
     ended = next(one for one in [*copies, other] if one.state is TicketState.RUNNING)
-    bench.scheduler.ended(ended.id, ended.attempt, bench.now)
+    bench.scheduler.attempts.ended(ended.id, ended.attempt, bench.now)
     assert bench.scheduler.snapshot().suspected == 0
 
 
@@ -248,12 +252,12 @@ def test_a_connection_that_was_cut_is_no_death(same_engine: bool) -> None:
     (effect,) = bench.turn()
     first = effect.instance
     lost = FaultKind.LOST_CONNECTION
-    assert bench.scheduler.failed(ticket.id, 1, lost, 0.0, False) == "requeued"
+    assert bench.scheduler.attempts.failed(ticket.id, 1, lost, 0.0, False) == "requeued"
     assert len(bench.turn()) == 1
     bench.up(first, sequences_max=8)  # sent before, for all that one knows
     bench.now = 1.0
     bench.up(first, sequences_max=8, epoch="" if same_engine else "2")
-    result = bench.scheduler.failed(ticket.id, 2, DOWN, 1.0, False)
+    result = bench.scheduler.attempts.failed(ticket.id, 2, DOWN, 1.0, False)
     assert (result == "requeued") == same_engine
 
 
@@ -263,7 +267,7 @@ def test_what_is_remembered_is_bounded() -> None:
         ticket = an_input(str(number))
         bench.submit(ticket)
         bench.turn()
-        bench.scheduler.failed(ticket.id, ticket.attempt, DOWN, bench.now, True)
+        bench.scheduler.attempts.failed(ticket.id, ticket.attempt, DOWN, bench.now, True)
         bench.scheduler.check_invariants()
     assert bench.scheduler.snapshot().suspected == 8
     assert bench.scheduler.submit(an_input("new"), POISON.suspicion_s + 1.0) is None

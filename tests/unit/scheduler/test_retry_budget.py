@@ -72,10 +72,12 @@ def run(fails: random.Random, share: float, calls: int = 1_000) -> tuple[int, in
         while bench.turn():
             attempts += 1
             if fails.random() < share:
-                bench.scheduler.failed(ticket.id, ticket.attempt, ERROR, bench.now, False)
+                bench.scheduler.attempts.failed(ticket.id, ticket.attempt, ERROR, bench.now, False)
             else:
                 good += 1
-                bench.scheduler.ended(ticket.id, ticket.attempt, bench.now, output_tokens=1)
+                bench.scheduler.attempts.ended(
+                    ticket.id, ticket.attempt, bench.now, output_tokens=1
+                )
     assert bench.is_empty()
     return good, attempts
 
@@ -101,10 +103,10 @@ def test_the_first_failover_after_a_loss_is_free_and_the_next_is_not() -> None:
         bench = Bench("a", "b", breaker=NEVER, retry=empty, attempts_max=10)
         spender, ticket = a_ticket(), a_ticket()
         bench.dispatch(spender)
-        bench.scheduler.failed(spender.id, 1, ERROR, 0.0, False)
+        bench.scheduler.attempts.failed(spender.id, 1, ERROR, 0.0, False)
         bench.scheduler.cancel(spender.id, 0.0)  # and nothing is left of the budget
         bench.dispatch(ticket)
-        first = bench.scheduler.failed(ticket.id, 1, kind, 0.0, False)
+        first = bench.scheduler.attempts.failed(ticket.id, 1, kind, 0.0, False)
         assert (first == "requeued") == (kind in LOSSES)
         if kind not in LOSSES:
             assert isinstance(first, Refusal)
@@ -113,7 +115,7 @@ def test_the_first_failover_after_a_loss_is_free_and_the_next_is_not() -> None:
         bench.up("a")
         bench.up("b")
         assert len(bench.turn()) == 1
-        assert isinstance(bench.scheduler.failed(ticket.id, 2, ERROR, 0.0, False), Refusal)
+        assert isinstance(bench.scheduler.attempts.failed(ticket.id, 2, ERROR, 0.0, False), Refusal)
 
 
 # --- pace -----------------------------------------------------------------------------------------
@@ -130,8 +132,8 @@ def orphans(bench: Bench, count: int, **fields: object) -> list[Ticket]:
 
 
 def lose(bench: Bench, name: str, kind: FaultKind = FaultKind.LOST_RELAY) -> None:
-    for ticket_id in bench.scheduler.lost(InstanceName(name), bench.now):
-        assert bench.scheduler.failed(ticket_id, 1, kind, bench.now, False) == "requeued"
+    for ticket_id in bench.scheduler.instances.lost(InstanceName(name), bench.now):
+        assert bench.scheduler.attempts.failed(ticket_id, 1, kind, bench.now, False) == "requeued"
 
 
 def test_what_one_death_orphaned_returns_at_its_rate_and_all_of_it() -> None:
@@ -152,7 +154,7 @@ def test_what_one_death_orphaned_returns_at_its_rate_and_all_of_it() -> None:
     gaps = [later - earlier for earlier, later in itertools.pairwise(times[4:])]
     assert gaps == pytest.approx([0.1] * len(gaps))
     for ticket in tickets:
-        bench.scheduler.ended(ticket.id, ticket.attempt, bench.now)
+        bench.scheduler.attempts.ended(ticket.id, ticket.attempt, bench.now)
     assert bench.is_empty()
 
 
@@ -179,7 +181,7 @@ def test_on_the_way_back_deadlines_and_cancels_count() -> None:
     lose(bench, "a")
     assert [effect.ticket for effect in bench.turn()] == [first]
     bench.scheduler.cancel(left.id, 0.5)
-    bench.scheduler.ended(first.id, first.attempt, 0.6)
+    bench.scheduler.attempts.ended(first.id, first.attempt, 0.6)
     bench.now = 2.0
     (refused,) = bench.refused()
     assert refused.ticket is late

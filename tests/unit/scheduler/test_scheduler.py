@@ -32,11 +32,11 @@ def test_a_ticket_is_placed_runs_and_ends_once_and_nothing_is_left() -> None:
     effect = bench.dispatch(ticket)
     assert (effect.instance, effect.attempt) == (A, 1)
     scheduler = bench.scheduler
-    scheduler.accepted(ticket.id, 1, 90, 0, 0.1)
-    scheduler.first_token(ticket.id, 1, 0.2)
-    scheduler.progressed(ticket.id, 1, 20)
-    scheduler.ended(ticket.id, 1, 1.0, output_tokens=40)
-    scheduler.ended(ticket.id, 1, 1.0)  # a second end is stale
+    scheduler.attempts.accepted(ticket.id, 1, 90, 0, 0.1)
+    scheduler.attempts.first_token(ticket.id, 1, 0.2)
+    scheduler.attempts.progressed(ticket.id, 1, 20)
+    scheduler.attempts.ended(ticket.id, 1, 1.0, output_tokens=40)
+    scheduler.attempts.ended(ticket.id, 1, 1.0)  # a second end is stale
     assert bench.is_empty()
     assert scheduler.snapshot().outcomes == {Outcome.FINISHED: 1}
     assert scheduler.expected_output_tokens("t", "m", None) == 40
@@ -44,40 +44,40 @@ def test_a_ticket_is_placed_runs_and_ends_once_and_nothing_is_left() -> None:
 
 def test_nothing_is_placed_before_the_first_credit() -> None:
     bench = Bench()
-    bench.scheduler.report(a_report(), 0.0)
+    bench.scheduler.instances.report(a_report(), 0.0)
     bench.submit(a_ticket())
     assert bench.turn() == []
-    bench.scheduler.credit(A, 1, 1_000, 0.0)
+    bench.scheduler.instances.credit(A, 1, 1_000, 0.0)
     assert len(bench.turn()) == 1
 
 
 def test_never_more_than_the_credit_runs_on_an_instance() -> None:
     bench = Bench("a")
-    bench.scheduler.credit(A, 2, 100_000, 0.0)
+    bench.scheduler.instances.credit(A, 2, 100_000, 0.0)
     tickets = [a_ticket() for _ in range(4)]
     bench.submit(*tickets)
     assert [e.ticket for e in bench.turn()] == tickets[:2]
-    bench.scheduler.ended(tickets[0].id, 1, 0.0)
+    bench.scheduler.attempts.ended(tickets[0].id, 1, 0.0)
     assert [e.ticket for e in bench.turn()] == tickets[2:3]
-    bench.scheduler.credit(A, 1, 100_000, 0.0)  # less than what runs
-    bench.scheduler.ended(tickets[1].id, 1, 0.0)
+    bench.scheduler.instances.credit(A, 1, 100_000, 0.0)  # less than what runs
+    bench.scheduler.attempts.ended(tickets[1].id, 1, 0.0)
     assert bench.turn() == []
 
 
 def test_a_ticket_larger_than_the_credit_runs_where_nothing_else_does() -> None:
     # With several schedulers none of them ever has the credit for all of an instance's memory.
     bench = Bench("a")
-    bench.scheduler.credit(A, 4, 50_000, 0.0)
+    bench.scheduler.instances.credit(A, 4, 50_000, 0.0)
     large, other = a_ticket(prompt_tokens=60_000), a_ticket()
     bench.dispatch(other)
     bench.submit(large)
     assert bench.turn() == []
-    bench.scheduler.ended(other.id, 1, 0.0)
+    bench.scheduler.attempts.ended(other.id, 1, 0.0)
     assert [e.ticket for e in bench.turn()] == [large]
     bench.submit(a_ticket())
     assert bench.turn() == []  # beyond the credit until that has ended
-    bench.scheduler.ended(large.id, 1, 0.0)
-    bench.scheduler.credit(A, 0, 0, 0.0)
+    bench.scheduler.attempts.ended(large.id, 1, 0.0)
+    bench.scheduler.instances.credit(A, 0, 0, 0.0)
     assert bench.turn() == []  # without a credit nothing starts
 
 
@@ -90,7 +90,7 @@ def test_a_prompt_is_never_taken_for_longer_than_every_context() -> None:
     bench.up("c", model="other", context_tokens=0)  # it does not say
     assert bench.scheduler.readable_tokens("other", 1_000_000) == 1_000_000
     for name in ("a", "b"):
-        bench.scheduler.remove(InstanceName(name), 0.0)
+        bench.scheduler.instances.remove(InstanceName(name), 0.0)
     assert bench.scheduler.readable_tokens("m", 1_000_000) == 1_000_000
     bench.scheduler.check_invariants()
 
@@ -125,10 +125,10 @@ def test_a_ticket_that_fits_nowhere_now_lets_a_smaller_one_of_its_class_pass_but
     for _ in range(5):
         running.append(bench.dispatch(a_ticket()))
         done = running.pop(0)
-        bench.scheduler.ended(done.ticket.id, done.attempt, 0.0)
+        bench.scheduler.attempts.ended(done.ticket.id, done.attempt, 0.0)
     bench.submit(a_ticket())
     assert bench.turn() == []  # what it could use is kept for the large one
-    bench.scheduler.ended(running[0].ticket.id, 1, 0.0)
+    bench.scheduler.attempts.ended(running[0].ticket.id, 1, 0.0)
     assert bench.turn()[0].ticket is large
 
 
@@ -175,7 +175,9 @@ def test_a_full_queue_refuses_with_a_delay_that_comes_from_its_length() -> None:
     bench = Bench("a", classes=dict.fromkeys(PriorityClass, bounds), retry_after_jitter=0.0)
     first = bench.dispatch(a_ticket())
     bench.now = 4.0
-    bench.scheduler.ended(first.ticket.id, 1, 4.0, output_tokens=50)  # 4 s of service learnt
+    bench.scheduler.attempts.ended(
+        first.ticket.id, 1, 4.0, output_tokens=50
+    )  # 4 s of service learnt
     tickets = [a_ticket(deadline_s=999.0, first_token_limit_s=999.0) for _ in range(44)]
     bench.submit(*tickets[:4])
     bench.turn()
@@ -206,7 +208,7 @@ def test_retry_delays_of_those_who_were_refused_together_differ() -> None:
 def test_a_ticket_whose_wait_would_outlast_its_limit_is_refused_at_entry() -> None:
     bench = Bench("a", report={"sequences_max": 1})
     first = bench.dispatch(a_ticket())
-    bench.scheduler.ended(first.ticket.id, 1, 10.0, output_tokens=9)
+    bench.scheduler.attempts.ended(first.ticket.id, 1, 10.0, output_tokens=9)
     bench.now = 10.0
     patient = {"deadline_s": 500.0, "first_token_limit_s": 400.0}
     bench.submit(*(a_ticket(**patient) for _ in range(6)))
@@ -225,7 +227,7 @@ def test_a_prompt_that_cannot_be_read_in_time_is_refused_once_the_rate_is_known(
     assert bench.scheduler.submit(a_ticket(prompt_tokens=10**6), 0.0) is None  # nothing measured
     bench.turn()
     for second in range(1, 4):
-        bench.scheduler.report(a_report(prompt_tokens_per_s=1_000.0), float(second))
+        bench.scheduler.instances.report(a_report(prompt_tokens_per_s=1_000.0), float(second))
     refused = bench.scheduler.submit(a_ticket(prompt_tokens=40_000), 3.0)
     assert refusal_of(refused)[0] is Outcome.HOPELESS
     assert bench.scheduler.submit(a_ticket(prompt_tokens=20_000), 3.0) is None
@@ -236,13 +238,13 @@ def test_what_would_most_likely_miss_its_limit_is_refused_and_not_begun() -> Non
     for _ in range(20):
         ticket = a_ticket()
         bench.dispatch(ticket)
-        bench.scheduler.first_token(ticket.id, 1, 2.0)  # each takes 2 s
-        bench.scheduler.ended(ticket.id, 1, 2.0, output_tokens=1)
+        bench.scheduler.attempts.first_token(ticket.id, 1, 2.0)  # each takes 2 s
+        bench.scheduler.attempts.ended(ticket.id, 1, 2.0, output_tokens=1)
     running, waiting = a_ticket(), a_ticket(first_token_limit_s=20.0)
     bench.dispatch(running)
     bench.submit(waiting)
     bench.now = 18.5
-    bench.scheduler.ended(running.id, 1, 18.5, output_tokens=1)
+    bench.scheduler.attempts.ended(running.id, 1, 18.5, output_tokens=1)
     (refuse,) = bench.refused()
     assert (refuse.ticket, refuse.outcome) == (waiting, Outcome.HOPELESS)
 
@@ -251,11 +253,11 @@ def test_however_long_first_tokens_took_only_the_last_quarter_of_the_time_is_ref
     bench = Bench("a", report={"sequences_max": 1})
     slow = a_ticket(first_token_limit_s=50.0)
     bench.dispatch(slow)
-    bench.scheduler.first_token(slow.id, 1, 45.0)
+    bench.scheduler.attempts.first_token(slow.id, 1, 45.0)
     waiting = a_ticket(first_token_limit_s=20.0)
     bench.submit(waiting)
     bench.now = 14.9
-    bench.scheduler.ended(slow.id, 1, 14.9, output_tokens=1)
+    bench.scheduler.attempts.ended(slow.id, 1, 14.9, output_tokens=1)
     assert [dispatch.ticket for dispatch in bench.turn()] == [waiting]
 
 
@@ -264,7 +266,9 @@ def test_a_wrong_estimate_heals_because_an_empty_queue_is_never_hopeless() -> No
     for _ in range(20):
         ticket = a_ticket()
         bench.dispatch(ticket)
-        bench.scheduler.ended(ticket.id, 1, 10_000.0, output_tokens=9)  # absurd service times
+        bench.scheduler.attempts.ended(
+            ticket.id, 1, 10_000.0, output_tokens=9
+        )  # absurd service times
     assert bench.scheduler.submit(a_ticket(), 0.0) is None
 
 
@@ -298,7 +302,7 @@ def test_tickets_wait_a_bounded_time_for_a_model_without_an_instance_that_is_up(
     """Goal: an engine that restarts loses nobody, one that stays away holds nobody. Oracle: the
     named wait, counted from when the absence was first seen."""
     bench = Bench("a", no_instance_wait_s=10.0)
-    bench.scheduler.unreachable(A, "connection refused", 0.0)
+    bench.scheduler.instances.unreachable(A, "connection refused", 0.0)
     early = a_ticket()
     bench.submit(early)
     bench.now = 9.0
@@ -314,7 +318,7 @@ def test_tickets_wait_a_bounded_time_for_a_model_without_an_instance_that_is_up(
     assert refusal_of(bench.scheduler.submit(a_ticket(), 11.0))[0] is Outcome.NO_INSTANCE
     bench.up("a")
     assert len(bench.turn()) == 0
-    bench.scheduler.unreachable(A, "again", 12.0)
+    bench.scheduler.instances.unreachable(A, "again", 12.0)
     bench.now = 12.0
     bench.submit(a_ticket())  # a new absence begins
     bench.up("a")
@@ -325,8 +329,8 @@ def test_a_model_that_left_the_fleet_refuses_its_waiting_tickets() -> None:
     bench = Bench("a", report={"sequences_max": 1})
     running = bench.dispatch(a_ticket())
     bench.submit(a_ticket())
-    bench.scheduler.remove(A, 0.0)
-    bench.scheduler.ended(running.ticket.id, 1, 0.0)
+    bench.scheduler.instances.remove(A, 0.0)
+    bench.scheduler.attempts.ended(running.ticket.id, 1, 0.0)
     (refuse,) = bench.refused()
     assert refuse.outcome is Outcome.NO_INSTANCE
     assert bench.is_empty()
@@ -354,21 +358,21 @@ def test_no_room_sends_a_ticket_back_to_the_head_uncharged_and_pauses_the_instan
     bench.dispatch(ticket)
     for attempt, event in enumerate(("time", "credit", "report", "end"), start=1):
         bench.submit(a_ticket(first_token_limit_s=5.0))
-        bench.scheduler.rejected(ticket.id, attempt, RejectKind.NO_ROOM, bench.now)
+        bench.scheduler.attempts.rejected(ticket.id, attempt, RejectKind.NO_ROOM, bench.now)
         assert bench.turn() == []
         assert bench.scheduler.next_wakeup(bench.now) == bench.now + 0.1
         if event == "time":
             bench.now += 0.1
         elif event == "credit":
-            bench.scheduler.credit(A, 4, 100_000, bench.now)
+            bench.scheduler.instances.credit(A, 4, 100_000, bench.now)
         elif event == "report":
-            bench.scheduler.report(a_report(), bench.now)
+            bench.scheduler.instances.report(a_report(), bench.now)
         else:
-            bench.scheduler.ended(other.ticket.id, other.attempt, bench.now)
+            bench.scheduler.attempts.ended(other.ticket.id, other.attempt, bench.now)
         effect, *rest = bench.turn()
         assert (effect.ticket, effect.attempt) == (ticket, attempt + 1)
         for extra in rest:
-            bench.scheduler.ended(extra.ticket.id, extra.attempt, bench.now)
+            bench.scheduler.attempts.ended(extra.ticket.id, extra.attempt, bench.now)
     assert ticket.attempts == 0
     assert not ticket.excluded
 
@@ -377,10 +381,10 @@ def test_a_draining_instance_takes_nothing_until_its_next_report() -> None:
     bench = Bench("a")
     ticket = a_ticket()
     bench.dispatch(ticket)
-    bench.scheduler.rejected(ticket.id, 1, RejectKind.DRAINING, 0.0)
-    bench.scheduler.credit(A, 4, 100_000, 0.0)
+    bench.scheduler.attempts.rejected(ticket.id, 1, RejectKind.DRAINING, 0.0)
+    bench.scheduler.instances.credit(A, 4, 100_000, 0.0)
     assert bench.turn() == []
-    bench.scheduler.report(a_report(), 0.1)
+    bench.scheduler.instances.report(a_report(), 0.1)
     assert [e.ticket for e in bench.turn()] == [ticket]
 
 
@@ -388,7 +392,7 @@ def test_what_the_instance_calls_expired_is_refused_and_not_tried_again() -> Non
     bench = Bench("a")
     ticket = a_ticket()
     bench.dispatch(ticket)
-    bench.scheduler.rejected(ticket.id, 1, RejectKind.EXPIRED, 1.0)
+    bench.scheduler.attempts.rejected(ticket.id, 1, RejectKind.EXPIRED, 1.0)
     bench.now = 1.0
     (refuse,) = bench.refused()
     assert refuse.outcome is Outcome.DEADLINE_EXCEEDED
@@ -402,7 +406,7 @@ def test_a_failure_before_the_first_token_goes_to_another_instance() -> None:
     bench = Bench("a", "b")
     ticket = a_ticket()
     first = bench.dispatch(ticket)
-    assert bench.scheduler.failed(ticket.id, 1, LOST, 0.0, delivered=False) == "requeued"
+    assert bench.scheduler.attempts.failed(ticket.id, 1, LOST, 0.0, delivered=False) == "requeued"
     (second,) = bench.turn()
     assert {first.instance, second.instance} == {A, B}
     assert (second.attempt, ticket.attempts, ticket.excluded) == (2, 1, {first.instance})
@@ -413,9 +417,9 @@ def test_it_waits_for_the_other_instance_rather_than_go_back_while_that_one_is_u
     ticket = a_ticket()
     first = bench.dispatch(ticket)
     other = bench.dispatch(a_ticket())
-    bench.scheduler.failed(ticket.id, 1, LOST, 0.0, delivered=False)
+    bench.scheduler.attempts.failed(ticket.id, 1, LOST, 0.0, delivered=False)
     assert bench.turn() == []
-    bench.scheduler.ended(other.ticket.id, 1, 0.0)
+    bench.scheduler.attempts.ended(other.ticket.id, 1, 0.0)
     (second,) = bench.turn()
     assert second.instance == other.instance != first.instance
 
@@ -427,9 +431,12 @@ def test_when_every_instance_that_is_up_failed_it_they_may_try_again_within_the_
     ticket = a_ticket()
     bench.dispatch(ticket)
     for attempt in (1, 2):
-        assert bench.scheduler.failed(ticket.id, attempt, LOST, 0.0, delivered=False) == "requeued"
+        assert (
+            bench.scheduler.attempts.failed(ticket.id, attempt, LOST, 0.0, delivered=False)
+            == "requeued"
+        )
         assert [e.attempt for e in bench.turn()] == [attempt + 1]
-    final = bench.scheduler.failed(ticket.id, 3, LOST, 0.0, delivered=False)
+    final = bench.scheduler.attempts.failed(ticket.id, 3, LOST, 0.0, delivered=False)
     assert isinstance(final, Refusal)
     assert refusal_of(final) == (Outcome.INSTANCE_FAILED, Code.UNAVAILABLE, "INSTANCE_LOST")
     assert final.metadata["attempts"] == "3"
@@ -440,8 +447,8 @@ def test_a_failure_after_the_first_token_is_a_typed_error_at_once() -> None:
     bench = Bench("a", "b")
     ticket = a_ticket()
     bench.dispatch(ticket)
-    bench.scheduler.first_token(ticket.id, 1, 0.1)
-    final = bench.scheduler.failed(ticket.id, 1, LOST, 0.2, delivered=True)
+    bench.scheduler.attempts.first_token(ticket.id, 1, 0.1)
+    final = bench.scheduler.attempts.failed(ticket.id, 1, LOST, 0.2, delivered=True)
     assert refusal_of(final if isinstance(final, Refusal) else None)[2] == "INSTANCE_LOST"
     assert bench.turn() == []
     assert bench.is_empty()
@@ -453,16 +460,18 @@ def test_a_lost_stream_frees_all_its_room_and_hands_back_those_who_still_wait() 
     bench.submit(*tickets)
     on_a = [e.ticket for e in bench.turn() if e.instance == A]
     assert isinstance(bench.scheduler.cancel(on_a[0].id, 0.0), Abort)
-    assert bench.scheduler.lost(A, 0.0) == [t.id for t in on_a[1:]]
+    assert bench.scheduler.instances.lost(A, 0.0) == [t.id for t in on_a[1:]]
     assert bench.scheduler.snapshot().instances[A].running == 0
     kind = FaultKind.GOING_DOWN  # nobody is suspected of it
     for ticket in on_a[1:]:
-        assert bench.scheduler.failed(ticket.id, 1, kind, 0.0, delivered=False) == "requeued"
+        assert (
+            bench.scheduler.attempts.failed(ticket.id, 1, kind, 0.0, delivered=False) == "requeued"
+        )
     assert bench.turn() == []  # b is full, and a has no credit before its new stream has
-    bench.scheduler.ended(on_a[1].id, 1, 0.0)  # of the lost attempt
+    bench.scheduler.attempts.ended(on_a[1].id, 1, 0.0)  # of the lost attempt
     bench.up("a")
     assert bench.turn() == []  # they wait for b, which is up
-    bench.scheduler.unreachable(B, "gone too", 0.0)
+    bench.scheduler.instances.unreachable(B, "gone too", 0.0)
     assert sorted(e.ticket.id for e in bench.turn()) == [t.id for t in on_a[1:]]
 
 
@@ -470,8 +479,8 @@ def test_an_embedding_outlives_the_loss_of_the_frame_stream() -> None:
     bench = Bench("a", report={"embeds": True})
     embedding = a_ticket(kind=WorkKind.EMBED, output_tokens=0)
     bench.dispatch(embedding)
-    assert bench.scheduler.lost(A, 0.0) == []
-    bench.scheduler.ended(embedding.id, 1, 0.1)
+    assert bench.scheduler.instances.lost(A, 0.0) == []
+    bench.scheduler.attempts.ended(embedding.id, 1, 0.1)
     assert bench.is_empty()
 
 
@@ -479,16 +488,16 @@ def test_stale_attempts_change_nothing() -> None:
     bench = Bench("a", "b")
     ticket = a_ticket()
     bench.dispatch(ticket)
-    bench.scheduler.failed(ticket.id, 1, LOST, 0.0, delivered=False)
+    bench.scheduler.attempts.failed(ticket.id, 1, LOST, 0.0, delivered=False)
     bench.turn()
     before = bench.scheduler.snapshot()
     scheduler = bench.scheduler
-    scheduler.accepted(ticket.id, 1, 7, 7, 0.0)
-    scheduler.first_token(ticket.id, 1, 0.0)
-    scheduler.progressed(ticket.id, 1, 7)
-    scheduler.rejected(ticket.id, 1, RejectKind.NO_ROOM, 0.0)
-    scheduler.ended(ticket.id, 1, 0.0)
-    assert scheduler.failed(ticket.id, 1, LOST, 0.0, delivered=False) == "ended"
+    scheduler.attempts.accepted(ticket.id, 1, 7, 7, 0.0)
+    scheduler.attempts.first_token(ticket.id, 1, 0.0)
+    scheduler.attempts.progressed(ticket.id, 1, 7)
+    scheduler.attempts.rejected(ticket.id, 1, RejectKind.NO_ROOM, 0.0)
+    scheduler.attempts.ended(ticket.id, 1, 0.0)
+    assert scheduler.attempts.failed(ticket.id, 1, LOST, 0.0, delivered=False) == "ended"
     assert scheduler.snapshot() == before
     assert ticket.state is TicketState.RUNNING
 
@@ -507,7 +516,7 @@ def test_a_cancel_in_the_queue_is_the_end_and_in_flight_holds_the_room_until_con
     assert bench.scheduler.cancel(running.id, 0.0) is None
     bench.submit(a_ticket())
     assert bench.turn() == []
-    bench.scheduler.ended(running.id, 1, 0.0)
+    bench.scheduler.attempts.ended(running.id, 1, 0.0)
     assert len(bench.turn()) == 1
     assert bench.scheduler.snapshot().outcomes == {Outcome.CANCELLED: 2}
 
@@ -519,13 +528,13 @@ def test_an_aborted_ticket_ends_with_the_outcome_of_its_abort_however_it_ends(en
     bench.dispatch(ticket)
     bench.scheduler.cancel(ticket.id, 0.0, Outcome.SLOW_CONSUMER)
     if end == "ended":
-        bench.scheduler.ended(ticket.id, 1, 0.0)
+        bench.scheduler.attempts.ended(ticket.id, 1, 0.0)
     elif end == "rejected":
-        bench.scheduler.rejected(ticket.id, 1, RejectKind.NO_ROOM, 0.0)
+        bench.scheduler.attempts.rejected(ticket.id, 1, RejectKind.NO_ROOM, 0.0)
     elif end == "failed":
-        assert bench.scheduler.failed(ticket.id, 1, LOST, 0.0, delivered=False) == "ended"
+        assert bench.scheduler.attempts.failed(ticket.id, 1, LOST, 0.0, delivered=False) == "ended"
     else:
-        assert bench.scheduler.lost(A, 0.0) == []
+        assert bench.scheduler.instances.lost(A, 0.0) == []
     assert bench.turn() == []
     assert bench.is_empty()
     assert bench.scheduler.snapshot().outcomes == {Outcome.SLOW_CONSUMER: 1}
@@ -536,7 +545,7 @@ def test_a_running_ticket_without_a_first_token_in_time_is_aborted_with_a_typed_
     silent, slow = a_ticket(), a_ticket()
     bench.dispatch(silent)
     bench.dispatch(slow)
-    bench.scheduler.first_token(slow.id, 1, 29.0)
+    bench.scheduler.attempts.first_token(slow.id, 1, 29.0)
     assert bench.scheduler.next_wakeup(29.0) == 30.0
     (abort,) = bench.scheduler.turn(30.0)
     assert isinstance(abort, Abort)
@@ -547,7 +556,7 @@ def test_a_running_ticket_without_a_first_token_in_time_is_aborted_with_a_typed_
     assert isinstance(abort, Abort)
     assert (abort.ticket, abort.reason) == (slow, Outcome.DEADLINE_EXCEEDED)
     for ticket in (silent, slow):
-        bench.scheduler.ended(ticket.id, 1, 60.1)
+        bench.scheduler.attempts.ended(ticket.id, 1, 60.1)
     assert bench.is_empty()
 
 
@@ -555,7 +564,7 @@ def test_a_lost_ticket_that_nobody_decided_on_is_refused_at_its_time() -> None:
     bench = Bench("a")
     ticket = a_ticket()
     bench.dispatch(ticket)
-    assert bench.scheduler.lost(A, 0.0) == [ticket.id]
+    assert bench.scheduler.instances.lost(A, 0.0) == [ticket.id]
     (effect,) = bench.scheduler.turn(30.0)
     assert isinstance(effect, Refuse)
     assert bench.is_empty()
@@ -590,9 +599,9 @@ def test_no_map_grows_with_the_number_of_requests() -> None:
             continue
         bench.scheduler.turn(0.0)
         if number % 3 == 1:
-            bench.scheduler.ended(ticket.id, 1, 0.0, output_tokens=5)
+            bench.scheduler.attempts.ended(ticket.id, 1, 0.0, output_tokens=5)
         else:
-            bench.scheduler.failed(ticket.id, 1, FaultKind.GOING_DOWN, 0.0, delivered=True)
+            bench.scheduler.attempts.failed(ticket.id, 1, FaultKind.GOING_DOWN, 0.0, delivered=True)
     assert bench.is_empty()
     scheduler = bench.scheduler
     assert not scheduler._tickets

@@ -270,7 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             kv_tokens=self.kv_tokens,
             step_tokens_max=self.step_tokens,
         )
-        assert self.scheduler.report(report, self.now)
+        assert self.scheduler.instances.report(report, self.now)
         known = self.reference.instances.setdefault(report.name, Known(report, self.now))
         known.report, known.at_s, known.reachable = report, self.now, True
         known.draining, known.paused_until_s = report.draining, 0.0
@@ -288,7 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._credit(name, sequences, int(share * self.kv_tokens))
 
     def _credit(self, name: InstanceName, sequences: int, kv_tokens: int) -> None:
-        self.scheduler.credit(name, sequences, kv_tokens, self.now)
+        self.scheduler.instances.credit(name, sequences, kv_tokens, self.now)
         known = self.reference.instances[name]
         known.credit, known.paused_until_s = (sequences, kv_tokens), 0.0
         self.turned = False
@@ -297,7 +297,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), drain=st.booleans())
     def drain(self, data: st.DataObject, drain: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.reference.instances)))
-        assert self.scheduler.drain_instance(name, drain, self.now)
+        assert self.scheduler.instances.drain(name, drain, self.now)
         self.reference.instances[name].drained_by_hand = drain
         self.turned = False
 
@@ -306,17 +306,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fault(self, data: st.DataObject, fault: str) -> None:
         name = data.draw(st.sampled_from(sorted(self.reference.instances)))
         if fault == "unreachable":
-            self.scheduler.unreachable(name, "test", self.now)
+            self.scheduler.instances.unreachable(name, "test", self.now)
             self.reference.instances[name].reachable = False
         elif fault == "lost":
             self._lose(name)
         elif not self.reference.on(name):  # with something running it only stops serving
-            self.scheduler.remove(name, self.now)
+            self.scheduler.instances.remove(name, self.now)
             del self.reference.instances[name]
         self.turned = False  # who avoided another instance for this one may have it now
 
     def _lose(self, name: InstanceName) -> None:
-        orphans = self.scheduler.lost(name, self.now)
+        orphans = self.scheduler.instances.lost(name, self.now)
         here = self.reference.on(name)
         assert orphans == sorted(run.ticket.id for run in here if not run.aborting)
         for run in here:
@@ -339,13 +339,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         run = data.draw(st.sampled_from(self.reference.running))
         ticket, attempt = run.ticket, run.attempt + (data.draw(st.sampled_from([-1, 1])) * stale)
         if event == "accepted":
-            self.scheduler.accepted(ticket.id, attempt, data.draw(self.prompts), 0, self.now)
+            self.scheduler.attempts.accepted(
+                ticket.id, attempt, data.draw(self.prompts), 0, self.now
+            )
         elif event == "first_token":
-            self.scheduler.first_token(ticket.id, attempt, self.now)
+            self.scheduler.attempts.first_token(ticket.id, attempt, self.now)
         elif event == "progressed":
-            self.scheduler.progressed(ticket.id, attempt, data.draw(st.integers(0, 300)))
+            self.scheduler.attempts.progressed(ticket.id, attempt, data.draw(st.integers(0, 300)))
         elif event == "ended":
-            self.scheduler.ended(ticket.id, attempt, self.now)
+            self.scheduler.attempts.ended(ticket.id, attempt, self.now)
             if not stale:
                 self._over(run, Outcome.FINISHED)
         elif event == "failed":
@@ -354,7 +356,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._yielded(run, attempt, stale, data.draw(st.integers(1, 300)))
         else:
             assert isinstance(event, RejectKind)
-            self.scheduler.rejected(ticket.id, attempt, event, self.now)
+            self.scheduler.attempts.rejected(ticket.id, attempt, event, self.now)
             if not stale:
                 self._rejected(run, event)
 
@@ -363,7 +365,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def decide_on_lost(self, data: st.DataObject, end: bool, delivered: bool) -> None:
         run = data.draw(st.sampled_from(self.reference.lost))
         if end:
-            self.scheduler.ended(run.ticket.id, run.attempt, self.now)
+            self.scheduler.attempts.ended(run.ticket.id, run.attempt, self.now)
             self.reference.lost.remove(run)
             self.reference.end(run.ticket, Outcome.FINISHED)
         else:
@@ -453,11 +455,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(200):
             for name in NAMES:
                 self.heal(name, "n" if name == "c" else "m", 4)
-                self.scheduler.drain_instance(InstanceName(name), False, self.now)
+                self.scheduler.instances.drain(InstanceName(name), False, self.now)
                 self.reference.instances[InstanceName(name)].drained_by_hand = False
             self.turn()
             for run in list(self.reference.running):
-                self.scheduler.ended(run.ticket.id, run.attempt, self.now)
+                self.scheduler.attempts.ended(run.ticket.id, run.attempt, self.now)
                 self._over(run, Outcome.FINISHED)
             if not self.reference.waiting:
                 break
@@ -534,7 +536,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for name, other in self.reference.instances.items()
             )
         )
-        result = self.scheduler.failed(ticket.id, attempt, FaultKind.ENGINE_ERROR, self.now, tokens)
+        result = self.scheduler.attempts.failed(
+            ticket.id, attempt, FaultKind.ENGINE_ERROR, self.now, tokens
+        )
         if stale:
             assert result == "ended"
             return
@@ -580,7 +584,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _yielded(self, run: Run, attempt: int, stale: bool, tokens: int) -> None:
         ticket = run.ticket
         tokens += ticket.resumed_tokens
-        result = self.scheduler.yielded(ticket.id, attempt, self.now, tokens)
+        result = self.scheduler.attempts.yielded(ticket.id, attempt, self.now, tokens)
         if stale or run.aborting:
             assert result == "ended"
             if not stale:
@@ -656,8 +660,10 @@ class YieldingSchedulerMachine(SchedulerMachine):
     def run_on(self, tokens: int) -> None:
         for run in self.reference.running:
             ticket = run.ticket
-            self.scheduler.first_token(ticket.id, run.attempt, self.now)
-            self.scheduler.progressed(ticket.id, run.attempt, max(tokens, ticket.generated_tokens))
+            self.scheduler.attempts.first_token(ticket.id, run.attempt, self.now)
+            self.scheduler.attempts.progressed(
+                ticket.id, run.attempt, max(tokens, ticket.generated_tokens)
+            )
         self.now += 0.2
         self.turn()
 

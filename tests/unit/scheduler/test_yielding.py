@@ -38,9 +38,9 @@ def a_batch(**changes: object) -> Ticket:
 def begin(bench: Bench, ticket: Ticket, tokens: int = 10) -> Ticket:
     """Runs, and has made so many tokens."""
     (effect,) = [e for e in _turn(bench, ticket) if isinstance(e, Dispatch)]
-    bench.scheduler.accepted(ticket.id, effect.attempt, ticket.prompt_tokens, 0, bench.now)
-    bench.scheduler.first_token(ticket.id, effect.attempt, bench.now)
-    bench.scheduler.progressed(ticket.id, effect.attempt, tokens)
+    bench.scheduler.attempts.accepted(ticket.id, effect.attempt, ticket.prompt_tokens, 0, bench.now)
+    bench.scheduler.attempts.first_token(ticket.id, effect.attempt, bench.now)
+    bench.scheduler.attempts.progressed(ticket.id, effect.attempt, tokens)
     return ticket
 
 
@@ -59,7 +59,7 @@ def yields(effects: list[Effect]) -> list[Ticket]:
 
 def stopped(bench: Bench, ticket: Ticket, tokens: int) -> None:
     """The instance confirms a yield."""
-    told = bench.scheduler.yielded(ticket.id, ticket.attempt, bench.now, tokens)
+    told = bench.scheduler.attempts.yielded(ticket.id, ticket.attempt, bench.now, tokens)
     assert told == "requeued"
     bench.scheduler.check_invariants()
 
@@ -71,13 +71,13 @@ def test_what_was_begun_goes_on_elsewhere_and_reads_its_output_again() -> None:
     bench = Bench("a", "b")
     ticket = begin(bench, a_batch(prompt_tokens=100, output_tokens=50), 20)
     first = ticket.instance
-    assert bench.scheduler.failed(ticket.id, 1, LOST, 0.0, 20) == "requeued"
+    assert bench.scheduler.attempts.failed(ticket.id, 1, LOST, 0.0, 20) == "requeued"
     (second,) = bench.turn()
     assert second.instance != first
     assert (ticket.resumed_tokens, ticket.migrations, ticket.yields) == (20, 1, 0)
     assert bench.scheduler.snapshot().instances[second.instance].prefill_tokens == 120
     assert ticket.kv_tokens == 150, "what it holds at its end is the same as ever"
-    bench.scheduler.ended(ticket.id, 2, 1.0, output_tokens=30)
+    bench.scheduler.attempts.ended(ticket.id, 2, 1.0, output_tokens=30)
     assert bench.scheduler.expected_output_tokens("t", "m", None) == 50, "over all attempts"
     assert bench.is_empty()
 
@@ -91,9 +91,9 @@ def test_it_goes_on_only_with_the_model_that_began_it() -> None:
     filler = bench.dispatch(a_ticket())
     while filler.instance != "same":
         filler = bench.dispatch(a_ticket())
-    bench.scheduler.failed(ticket.id, 1, LOST, 0.0, 10)
+    bench.scheduler.attempts.failed(ticket.id, 1, LOST, 0.0, 10)
     assert bench.turn() == [], "the other model has room, the same has not"
-    bench.scheduler.ended(filler.ticket.id, 1, 0.0)
+    bench.scheduler.attempts.ended(filler.ticket.id, 1, 0.0)
     (effect,) = bench.turn()
     assert effect.instance == "same"
 
@@ -107,7 +107,7 @@ def test_where_no_other_instance_has_the_model_it_is_over(changes: dict[str, obj
     bench = Bench("a")
     ticket = begin(bench, a_batch())
     bench.up("b", **changes)
-    final = bench.scheduler.failed(ticket.id, 1, LOST, 0.0, 10)
+    final = bench.scheduler.attempts.failed(ticket.id, 1, LOST, 0.0, 10)
     assert isinstance(final, Refusal)
     assert (final.outcome, final.reason) == (Outcome.INSTANCE_FAILED, "INSTANCE_LOST")
     assert bench.is_empty()
@@ -116,10 +116,12 @@ def test_where_no_other_instance_has_the_model_it_is_over(changes: dict[str, obj
 def test_when_only_the_relay_is_lost_the_same_instance_goes_on() -> None:
     bench = Bench("a")
     ticket = begin(bench, a_batch())
-    bench.scheduler.lost(A, 0.0)
-    assert bench.scheduler.failed(ticket.id, 1, FaultKind.LOST_RELAY, 0.0, 10) == "requeued"
+    bench.scheduler.instances.lost(A, 0.0)
+    assert (
+        bench.scheduler.attempts.failed(ticket.id, 1, FaultKind.LOST_RELAY, 0.0, 10) == "requeued"
+    )
     assert bench.turn() == []
-    bench.scheduler.credit(A, 4, 100_000, 0.0)
+    bench.scheduler.instances.credit(A, 4, 100_000, 0.0)
     (effect,) = bench.turn()
     assert effect.instance == A
 
@@ -130,9 +132,12 @@ def test_it_goes_on_after_so_many_failures_and_no_more() -> None:
     for attempt in range(1, 4):
         if attempt == 1:
             begin(bench, ticket)
-        assert bench.scheduler.failed(ticket.id, attempt, ERROR, 0.0, 10 * attempt) == "requeued"
+        assert (
+            bench.scheduler.attempts.failed(ticket.id, attempt, ERROR, 0.0, 10 * attempt)
+            == "requeued"
+        )
         bench.turn()
-    assert isinstance(bench.scheduler.failed(ticket.id, 4, ERROR, 0.0, 40), Refusal)
+    assert isinstance(bench.scheduler.attempts.failed(ticket.id, 4, ERROR, 0.0, 40), Refusal)
     assert ticket.migrations == 3
     assert bench.is_empty()
 
@@ -142,11 +147,11 @@ def test_what_was_begun_waits_for_its_end_and_not_for_a_first_token() -> None:
     bench = Bench("a", "b", report={"sequences_max": 1})
     ticket = begin(bench, a_batch(first_token_limit_s=5.0, deadline_s=100.0))
     blocker = bench.dispatch(a_ticket(deadline_s=500.0))
-    bench.scheduler.first_token(blocker.ticket.id, 1, 0.0)
-    bench.scheduler.failed(ticket.id, 1, LOST, 0.0, 10)
-    bench.scheduler.unreachable(InstanceName("a"), "gone", 0.0)
+    bench.scheduler.attempts.first_token(blocker.ticket.id, 1, 0.0)
+    bench.scheduler.attempts.failed(ticket.id, 1, LOST, 0.0, 10)
+    bench.scheduler.instances.unreachable(InstanceName("a"), "gone", 0.0)
     if ticket.instance == B:
-        bench.scheduler.unreachable(B, "gone", 0.0)
+        bench.scheduler.instances.unreachable(B, "gone", 0.0)
     bench.now = 50.0
     assert bench.turn() == []
     assert ticket.state is TicketState.WAITING
@@ -162,9 +167,9 @@ def test_what_waits_for_a_model_that_is_gone_is_given_up_in_time() -> None:
     ticket = begin(bench, a_batch())
     while ticket.instance == "other":
         ticket = begin(bench, a_batch())
-    bench.scheduler.failed(ticket.id, 1, LOST, 0.0, 10)
+    bench.scheduler.attempts.failed(ticket.id, 1, LOST, 0.0, 10)
     for name in (A, B):
-        bench.scheduler.unreachable(name, "gone", 0.0)
+        bench.scheduler.instances.unreachable(name, "gone", 0.0)
     assert bench.turn() == []
     bench.now = 9.0
     assert bench.turn() == []
@@ -213,7 +218,7 @@ def test_the_preempted_goes_on_before_its_class_when_there_is_room() -> None:
     assert yields(_turn(bench, urgent, later)) == [cheap]
     stopped(bench, cheap, 12)
     bench.turn()
-    bench.scheduler.ended(urgent.id, 1, 3.0)
+    bench.scheduler.attempts.ended(urgent.id, 1, 3.0)
     (effect,) = bench.turn()
     assert effect.ticket is cheap
     assert effect.attempt == 2
@@ -259,9 +264,9 @@ def test_a_ticket_gives_its_place_away_only_so_often() -> None:
         assert yields(_turn(bench, urgent)) == [ticket]
         stopped(bench, ticket, 10 * round_)
         bench.turn()
-        bench.scheduler.ended(urgent.id, 1, bench.now)
+        bench.scheduler.attempts.ended(urgent.id, 1, bench.now)
         (effect,) = bench.turn()
-        bench.scheduler.first_token(ticket.id, effect.attempt, bench.now)
+        bench.scheduler.attempts.first_token(ticket.id, effect.attempt, bench.now)
     bench.now += 2.0
     assert _turn(bench, a_ticket(priority_class=CRITICAL, arrival_s=bench.now - 1.0)) == []
 
@@ -291,16 +296,16 @@ def test_memory_is_made_free_too() -> None:
 def test_a_yield_that_the_end_overtakes_is_an_end() -> None:
     bench, (cheap, _) = full_of_batch()
     _turn(bench, a_ticket(priority_class=CRITICAL, arrival_s=0.0))
-    bench.scheduler.ended(cheap.id, 1, 2.0)
+    bench.scheduler.attempts.ended(cheap.id, 1, 2.0)
     assert cheap.state is TicketState.ENDED
-    assert bench.scheduler.yielded(cheap.id, 1, 2.0, 12) == "ended"
+    assert bench.scheduler.attempts.yielded(cheap.id, 1, 2.0, 12) == "ended"
 
 
 def test_who_yields_can_be_cancelled_and_is_then_over() -> None:
     bench, (cheap, dear) = full_of_batch()
     _turn(bench, a_ticket(priority_class=CRITICAL, arrival_s=0.0))
     assert isinstance(bench.scheduler.cancel(cheap.id, 2.0), Abort)
-    assert bench.scheduler.yielded(cheap.id, 1, 2.0, 12) == "ended"
+    assert bench.scheduler.attempts.yielded(cheap.id, 1, 2.0, 12) == "ended"
     assert cheap.state is TicketState.ENDED
     assert dear.state is TicketState.RUNNING
     bench.scheduler.check_invariants()
@@ -308,7 +313,7 @@ def test_who_yields_can_be_cancelled_and_is_then_over() -> None:
 
 def test_an_instance_that_stops_of_itself_was_not_asked() -> None:
     bench, (cheap, _) = full_of_batch()
-    assert bench.scheduler.yielded(cheap.id, 1, 2.0, 12) == "unasked"
+    assert bench.scheduler.attempts.yielded(cheap.id, 1, 2.0, 12) == "unasked"
     assert cheap.state is TicketState.RUNNING
 
 
@@ -319,14 +324,14 @@ def test_who_yields_and_is_lost_or_rejected_goes_on_all_the_same() -> None:
     bench.now = 4.0
     urgent = a_ticket(priority_class=CRITICAL, arrival_s=0.0)
     assert len(yields(_turn(bench, urgent))) == 1
-    orphans = bench.scheduler.lost(A, 4.0)
+    orphans = bench.scheduler.instances.lost(A, 4.0)
     assert set(orphans) == {cheap.id, dear.id}
     for ticket in (cheap, dear):
-        assert bench.scheduler.failed(ticket.id, 1, LOST, 4.0, 10) == "requeued"
+        assert bench.scheduler.attempts.failed(ticket.id, 1, LOST, 4.0, 10) == "requeued"
     bench.scheduler.check_invariants()
     bench, (cheap, _) = full_of_batch()
     _turn(bench, a_ticket(priority_class=CRITICAL, arrival_s=0.0))
-    bench.scheduler.rejected(cheap.id, 1, RejectKind.NO_ROOM, 2.0)
+    bench.scheduler.attempts.rejected(cheap.id, 1, RejectKind.NO_ROOM, 2.0)
     assert cheap.state is TicketState.WAITING
 
 
@@ -337,7 +342,7 @@ def test_the_deadline_counts_while_it_waits_again() -> None:
     _turn(bench, urgent)
     stopped(bench, cheap, 12)
     bench.turn()
-    bench.scheduler.first_token(urgent.id, 1, 2.0)
+    bench.scheduler.attempts.first_token(urgent.id, 1, 2.0)
     bench.now = 30.0
     effects = _turn(bench)
     (refuse,) = [e for e in effects if isinstance(e, Refuse)]
@@ -354,12 +359,12 @@ def test_a_credit_below_what_runs_is_met_by_the_cheapest_work_that_can_go_on() -
     critical = begin(bench, a_ticket(prompt_tokens=1, priority_class=CRITICAL, continuable=True))
     dear, cheap = (begin(bench, a_batch(prompt_tokens=n)) for n in (2_000, 500))
     bench.now = 2.0
-    bench.scheduler.credit(A, 3, 100_000, 2.0)
+    bench.scheduler.instances.credit(A, 3, 100_000, 2.0)
     assert _turn(bench) == [], "something may end by itself"
     bench.now = bench.scheduler.next_wakeup(2.0) or 0.0
     assert bench.now == pytest.approx(2.25)
     assert yields(_turn(bench)) == [cheap]
-    bench.scheduler.credit(A, 1, 100_000, bench.now)
+    bench.scheduler.instances.credit(A, 1, 100_000, bench.now)
     bench.now += 1.0
     assert yields(_turn(bench)) == [dear, critical]
     for ticket in (cheap, dear, critical):
@@ -375,9 +380,9 @@ def test_a_credit_that_comes_back_in_time_moves_nobody() -> None:
     for _ in range(2):
         begin(bench, a_batch())
     bench.now = 2.0
-    bench.scheduler.credit(A, 1, 100_000, 2.0)
+    bench.scheduler.instances.credit(A, 1, 100_000, 2.0)
     bench.now = 2.2
-    bench.scheduler.credit(A, 2, 100_000, 2.2)
+    bench.scheduler.instances.credit(A, 2, 100_000, 2.2)
     bench.now = 3.0
     assert _turn(bench) == []
 
@@ -386,7 +391,7 @@ def test_a_credit_of_memory_counts_too() -> None:
     bench = Bench("a", report={"sequences_max": 4})
     cheap, _ = (begin(bench, a_batch(prompt_tokens=n)) for n in (400, 1_200))
     bench.now = 2.0
-    bench.scheduler.credit(A, 4, 1_300, 2.0)
+    bench.scheduler.instances.credit(A, 4, 1_300, 2.0)
     bench.now = 2.5
     assert yields(_turn(bench)) == [cheap]
 
@@ -395,7 +400,7 @@ def test_what_runs_alone_keeps_more_than_the_credit_of_memory() -> None:
     bench = Bench("a", report={"sequences_max": 4})
     alone = begin(bench, a_batch(prompt_tokens=1_200))
     bench.now = 2.0
-    bench.scheduler.credit(A, 4, 600, 2.0)
+    bench.scheduler.instances.credit(A, 4, 600, 2.0)
     bench.now = 5.0
     assert _turn(bench) == []
     assert alone.state is TicketState.RUNNING
@@ -405,7 +410,7 @@ def test_what_is_cut_off_runs_on() -> None:
     """No way to an instance is no wish of it."""
     bench = Bench("a", report={"sequences_max": 2})
     begin(bench, a_batch())
-    bench.scheduler.cut_off(A, 0.0)
+    bench.scheduler.instances.cut_off(A, 0.0)
     bench.now = 5.0
     assert _turn(bench) == []
 
@@ -416,9 +421,9 @@ def test_one_who_has_two_reasons_to_go_is_asked_once() -> None:
     ticket = begin(bench, a_batch(output_tokens=1_000))
     bench.up("b")
     bench.now = 2.0
-    bench.scheduler.credit(A, 0, 0, 2.0)
+    bench.scheduler.instances.credit(A, 0, 0, 2.0)
     bench.now = 3.0
-    bench.scheduler.drain_instance(A, True, 3.0)
+    bench.scheduler.instances.drain(A, True, 3.0)
     assert yields(_turn(bench)) == [ticket]
     assert bench.scheduler.snapshot().moves == {"drain": 1}
 
@@ -428,7 +433,7 @@ def test_one_who_has_two_reasons_to_go_is_asked_once() -> None:
 
 def draining(bench: Bench, how: str) -> None:
     if how == "operator":
-        assert bench.scheduler.drain_instance(A, True, bench.now)
+        assert bench.scheduler.instances.drain(A, True, bench.now)
     elif how == "gpu fault":
         bench.up("a", gpus=GpuState(xid_errors=1), step_ms=20.0)
     else:
@@ -453,8 +458,8 @@ def test_what_would_run_on_for_long_leaves_an_instance_that_drains(how: str) -> 
     assert _turn(bench) == []
     assert bench.scheduler.snapshot().instances[A].draining
     for ticket in (short, fixed):
-        bench.scheduler.ended(ticket.id, 1, bench.now)
-    bench.scheduler.ended(long.id, 2, bench.now)
+        bench.scheduler.attempts.ended(ticket.id, 1, bench.now)
+    bench.scheduler.attempts.ended(long.id, 2, bench.now)
     bench.now += 1.0
     assert _turn(bench) == []
     assert bench.is_empty()
@@ -471,7 +476,7 @@ def test_where_nobody_else_has_the_model_it_runs_on_there() -> None:
 def test_who_has_outrun_the_estimate_is_taken_to_be_half_way() -> None:
     bench = Bench("a", "b", drain_run_max_s=5.0)
     ticket = begin(bench, a_ticket(output_tokens=10, continuable=True, deadline_s=600.0), 400)
-    bench.scheduler.drain_instance(ticket.instance or A, True, 0.0)
+    bench.scheduler.instances.drain(ticket.instance or A, True, 0.0)
     assert yields(_turn(bench)) == [ticket]
 
 
@@ -494,6 +499,6 @@ def test_an_operator_opens_it_again_and_a_report_does_not() -> None:
     ticket = a_ticket()
     bench.submit(ticket)
     assert bench.turn() == []
-    assert bench.scheduler.drain_instance(A, False, 0.0)
+    assert bench.scheduler.instances.drain(A, False, 0.0)
     assert [effect.ticket for effect in bench.turn()] == [ticket]
-    assert not bench.scheduler.drain_instance(InstanceName("nobody"), True, 0.0)
+    assert not bench.scheduler.instances.drain(InstanceName("nobody"), True, 0.0)
