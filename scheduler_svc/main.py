@@ -123,11 +123,11 @@ class Parts:
         keeper = QuotaKeeper(self.quota)
         signer = _signer(config)
         self.gate = Gate(domain, signer, flush, config.write_limit_s, keeper)
-        self.gate.links = [
-            ExecutionLink(target, partial(self._connect, target), self.gate)
+        self.gate.lanes.links = [
+            ExecutionLink(target, partial(self._connect, target), self.gate.lanes)
             for target in config.executions
         ]
-        self.fleet = FleetWatch(config.instances, open_channel, self.gate)
+        self.fleet = FleetWatch(config.instances, open_channel, self.gate.lanes)
         self.tenants = _tenants(config)
         aliases = AliasTable(pairs("scheduler.aliases", config.aliases))
         catalog = Catalog(self.fleet, config.default_model, config.default_embedding_model, aliases)
@@ -213,7 +213,7 @@ class Parts:
         # Optional: without the state service what it last said stays, and requests go on.
         component = health.component("state", optional=True)
         return StateWatch(
-            self.state_channel, self.tenants, aliases, self.gate.drain_instance, component
+            self.state_channel, self.tenants, aliases, self.gate.lanes.drain_instance, component
         )
 
     def _connect(self, target: str) -> ExecuteConnection:
@@ -221,13 +221,13 @@ class Parts:
         return client_connection(stub.ExecuteFrames())
 
     def _embed_stub(self, instance: InstanceName) -> EmbedStub | None:
-        link = choose_link(instance, self.gate.links)
+        link = choose_link(instance, self.gate.lanes.links)
         if link is None:
             return None
         return execution_pb2_grpc.ExecutionServiceStub(self._channels[link.target])
 
     def _usable(self, target: str) -> bool:
-        return any(link.target == target and link.usable for link in self.gate.links)
+        return any(link.target == target and link.usable for link in self.gate.lanes.links)
 
     def _read_reloads(self) -> list[tuple[int, Labels]]:
         return [
@@ -249,12 +249,12 @@ class Parts:
                 group.create_task(self.quota.run())
                 group.create_task(self.usage.run())
                 group.create_task(self.decisions.run())
-            for link in self.gate.links:
+            for link in self.gate.lanes.links:
                 group.create_task(link.run())
 
     async def _watch_links(self) -> None:
         while True:
-            if any(link.usable for link in self.gate.links):
+            if any(link.usable for link in self.gate.lanes.links):
                 self._execution.up()
             else:
                 self._execution.down("no execution service is connected")
@@ -271,7 +271,7 @@ class Parts:
         await self.gate.idle()
         if self.watches is not None:
             await self.watches.drain(WATCH_DRAIN_S)
-        for link in self.gate.links:
+        for link in self.gate.lanes.links:
             link.drain()
             link.close()
 

@@ -177,7 +177,7 @@ class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
             )
         if self._state is not None:
             await self._state.set_drain(request.instance, drained=request.drain)
-        await self._gate.drain_instance(InstanceName(request.instance), drained=request.drain)
+        await self._gate.lanes.drain_instance(InstanceName(request.instance), drained=request.drain)
         after = {entry.name: entry for entry in self.status().instances}
         return admin_pb2.DrainInstanceResponse(instance=after.get(request.instance))
 
@@ -253,7 +253,7 @@ class AdminApi(admin_pb2_grpc.SchedulerAdminServiceServicer):
     ) -> None:
         entry = response.instances.add(
             name=name,
-            address=self._gate.addresses.get(name, ""),
+            address=self._gate.lanes.addresses.get(name, ""),
             model=status.model,
             state=state_of(status),
             running=status.running,

@@ -1,10 +1,12 @@
-"""The gate: the one owner of the scheduler's domain, and the story of a request in one file.
+"""The gate: the one owner of the scheduler's domain, and a request's way through it.
 
 A client's handler calls :meth:`Gate.admit`; the owner task submits the ticket to the domain, and
 each turn of the owner (a) applies what happened since the last turn, (b) lets the domain decide
 synchronously, (c) hands the decisions to lanes and live requests. Nothing in a turn awaits, so no
-invariant of the domain is ever seen broken. Output of engines does not pass here: the execution
-link's reader appends it to the live request, and the client's handler takes it from there.
+invariant of the domain is ever seen broken. What happens outside comes in as commands (``post``):
+of instances and links from ``lanes``, of attempts from ``attempts``. Output of engines does not
+pass here: the execution link's reader appends it to the live request, and the client's handler
+takes it from there.
 
 Failure modes: an instance, its stream or the execution replica lost -> the domain places the
 request elsewhere or ends it with a typed error; limits on time are enforced by :meth:`sweep`.
@@ -19,9 +21,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final
 
-from scheduler_svc.adapters.execution_link import ExecutionLink, choose_link
+from scheduler_svc.adapters.attempt_events import AttemptEvents, came_to
 from scheduler_svc.adapters.input_hash import generation_hash
-from scheduler_svc.adapters.lane import Lane, Slot
+from scheduler_svc.adapters.lanes import Lanes
 from scheduler_svc.adapters.live_request import LiveRequest
 from scheduler_svc.adapters.prefixes import PrefixReader
 from scheduler_svc.adapters.quota_keeper import QuotaKeeper
@@ -30,11 +32,8 @@ from scheduler_svc.domain.model import (
     Abort,
     Dispatch,
     FaultKind,
-    InstanceName,
-    InstanceReport,
     Outcome,
     PriorityClass,
-    Refusal,
     Refuse,
     RejectKind,
     Ticket,
@@ -44,7 +43,6 @@ from scheduler_svc.domain.model import (
 )
 from scheduler_svc.domain.refusals import spread
 from scheduler_svc.domain.scheduler import Scheduler
-from sluice import logs
 from sluice.common.v1 import grant_pb2, policy_pb2, result_pb2
 from sluice.errors import (
     Code,
@@ -52,12 +50,10 @@ from sluice.errors import (
     deadline_exceeded,
     exhausted,
     permission_denied,
-    unavailable,
 )
 from sluice.execution.v1 import execution_pb2
 from sluice.grants import GRANT_LAPSED, GrantSigner
 from sluice.inference.v1 import inference_pb2
-from sluice.status import from_status
 
 SWEEP_INTERVAL_S: Final = 0.1
 """Limits on time are enforced this exactly; the engine enforces the total deadline itself."""
@@ -71,39 +67,8 @@ NO_CAPACITY_SPREAD: Final = 0.2
 
 GRANT_TTL_S: Final = 30.0
 
-LAPSES_MAX: Final = 3
-"""So often a start may come too late for its quota before the clocks are taken to differ."""
-
 # It goes on later: no instance is at work on it.
 _PAUSED: Final = (TicketState.WAITING, TicketState.RETURNING)
-
-_REJECTIONS: Final = {
-    inference_pb2.REJECT_REASON_NO_ROOM: RejectKind.NO_ROOM,
-    inference_pb2.REJECT_REASON_DRAINING: RejectKind.DRAINING,
-    inference_pb2.REJECT_REASON_EXPIRED: RejectKind.EXPIRED,
-}
-
-# Refusals of a start that has to go elsewhere; others break the protocol.
-_REFUSALS: Final = {
-    inference_pb2.REJECT_REASON_ENGINE_DOWN: FaultKind.NOT_SERVING,
-    inference_pb2.REJECT_REASON_FINGERPRINT: FaultKind.FINGERPRINT,
-}
-
-# Reasons with which an engine that died ends what it ran.
-_DEATHS: Final = frozenset(("ENGINE_DIED", "ENGINE_FAILED", "ENGINE_DOWN"))
-
-# Codes of a unary call that failed through no fault of the request.
-_CALL_FAULTS: Final = {
-    Code.UNAVAILABLE: FaultKind.UNREACHABLE,  # or lost: a call that never arrived looks the same
-    Code.INTERNAL: FaultKind.ENGINE_ERROR,
-    Code.UNKNOWN: FaultKind.ENGINE_ERROR,
-    Code.CANCELLED: FaultKind.GOING_DOWN,
-}
-_CALL_REASONS: Final = {
-    "EXECUTION_UNREACHABLE": FaultKind.LOST_RELAY,
-    "PEER_UNAVAILABLE": FaultKind.LOST_RELAY,
-    "ENGINE_NOT_SERVING": FaultKind.NOT_SERVING,
-}
 
 _FINISH_REASONS: Final = {
     Outcome.DEADLINE_EXCEEDED: result_pb2.FINISH_REASON_DEADLINE,
@@ -117,8 +82,6 @@ _CLASSES: Final = {
     PriorityClass.STANDARD: policy_pb2.PRIORITY_CLASS_STANDARD,
     PriorityClass.BATCH: policy_pb2.PRIORITY_CLASS_BATCH,
 }
-
-log = logs.get(__name__)
 
 
 class Gate:
@@ -140,13 +103,9 @@ class Gate:
         self._prefixes = PrefixReader()
         self._write_limit_s = write_limit_s
         self.flush = flush
-        self.links: list[ExecutionLink] = []
         self.draining = False
-        self.addresses: dict[InstanceName, str] = {}
         self.outcomes: Counter[Outcome] = Counter()
         self.lives: dict[int, LiveRequest] = {}
-        self._lanes: dict[InstanceName, Lane] = {}
-        self._drained: set[InstanceName] = set()
         self._signer = signer
         self._inbox: list[Callable[[float], object]] = []
         self._bell = asyncio.Event()
@@ -154,6 +113,8 @@ class Gate:
         self._demand_at_s = 0.0
         self._renewals = asyncio.TaskGroup()
         self._loop = asyncio.get_running_loop()
+        self.attempts = AttemptEvents(domain, self.post)
+        self.lanes = Lanes(domain, self.attempts, self.post)
 
     # A request's way through the gate.
 
@@ -209,7 +170,7 @@ class Gate:
         if live is not None and live.unary:
             return  # its handler cancels the call and reports the end
         reason = _FINISH_REASONS.get(abort.reason, result_pb2.FINISH_REASON_CANCELLED)
-        for link in self.links:
+        for link in self.lanes.links:
             lane = link.lanes.get(abort.instance)
             if lane is not None and lane.cancel(abort.ticket.id, abort.attempt, reason):
                 return  # its `ended` frees the room
@@ -218,7 +179,7 @@ class Gate:
     def _yield(self, effect: Yield, now: float) -> None:
         """Stops an attempt that goes on later; what it makes until its end still counts."""
         ticket = effect.ticket
-        for link in self.links:
+        for link in self.lanes.links:
             lane = link.lanes.get(effect.instance)
             if lane is not None and lane.stop(ticket.id, effect.attempt):
                 return  # its `ended` says how far it came
@@ -241,10 +202,10 @@ class Gate:
             live.renewing = effect
             self._renewals.create_task(self._renew(live))
             return
-        live.dispatched(effect.instance, effect.attempt, now, self._first_token)
+        live.dispatched(effect.instance, effect.attempt, now, self.attempts.first_token)
         if live.unary:
             return  # its handler makes the call; see unary_ended and unary_failed
-        lane = self._lanes.get(effect.instance)
+        lane = self.lanes.by_name.get(effect.instance)
         if lane is None or not lane.can_start():
             self.domain.attempts.rejected(ticket.id, effect.attempt, RejectKind.NO_ROOM, now)
             return
@@ -284,7 +245,9 @@ class Gate:
                 return
             if ticket.state is TicketState.LOST and not live.over:
                 # Its instance went meanwhile; no slot was there to report it.
-                self._attempt_failed(live, effect.attempt, FaultKind.LOST_CONNECTION, now, None)
+                self.attempts.attempt_failed(
+                    live, effect.attempt, FaultKind.LOST_CONNECTION, now, None
+                )
             elif ticket.state is TicketState.RUNNING:
                 self._dispatch(effect, now)
 
@@ -305,7 +268,7 @@ class Gate:
         instance does, when it may not start any more."""
         message = execution_pb2.ExecuteEmbedRequest()
         message.instance.name = live.instance
-        message.instance.address = self.addresses.get(live.instance, "")
+        message.instance.address = self.lanes.addresses.get(live.instance, "")
         message.request.request_id = live.ticket.request_id
         message.request.model = live.ticket.model
         for text in texts:
@@ -316,31 +279,6 @@ class Gate:
         message.request.grant.CopyFrom(self._grant(live, start_by_unix_s))
         self.quota.started(live)
         return message
-
-    def unary_ended(self, live: LiveRequest, usage: result_pb2.Usage) -> None:
-        """The call succeeded."""
-        live.end(inference_pb2.Ended(usage=usage))
-        attempt = live.attempt
-        self.post(lambda now: self.domain.attempts.ended(live.ticket.id, attempt, now))
-
-    def unary_failed(self, live: LiveRequest, error: SluiceError) -> None:
-        """The call failed: a fault of the instance is placed elsewhere, the rest is final."""
-        attempt = live.attempt
-
-        def fail(now: float) -> None:
-            if live.over:
-                self.domain.attempts.ended(live.ticket.id, attempt, now, Outcome.CANCELLED)
-            elif error.reason == GRANT_LAPSED:
-                self._lapsed(live, attempt, now)
-            elif error.code is Code.RESOURCE_EXHAUSTED:
-                self.domain.attempts.rejected(live.ticket.id, attempt, RejectKind.NO_ROOM, now)
-            elif error.code in _CALL_FAULTS:
-                self._attempt_failed(live, attempt, call_fault(error), now, error)
-            else:
-                live.fail(error, Outcome.INVALID)
-                self.domain.attempts.ended(live.ticket.id, attempt, now, Outcome.INVALID)
-
-        self.post(fail)
 
     # The owner task.
 
@@ -380,21 +318,14 @@ class Gate:
             elif isinstance(effect, Refuse):
                 live = self.lives.get(effect.ticket.id)
                 if live is not None:
-                    live.fail(_came_to(effect.error, live), effect.outcome)
+                    live.fail(came_to(effect.error, live), effect.outcome)
             elif isinstance(effect, Yield):
                 self._yield(effect, now)
             else:
                 self._abort(effect, now)
         if now >= self._demand_at_s:
             self._demand_at_s = now + DEMAND_INTERVAL_S
-            self._send_demand()
-
-    def _send_demand(self) -> None:
-        """Tells each instance what would run there if it could, where that has changed."""
-        for name, lane in self._lanes.items():
-            demand = self.domain.demand(name)
-            if lane.open:
-                lane.demand(demand.sequences, demand.kv_tokens)
+            self.lanes.send_demand()
 
     async def _sleep_until(self, when: float) -> None:
         timer = self._loop.call_at(when, self._bell.set)
@@ -442,282 +373,6 @@ class Gate:
         live.fail(error, Outcome.SLOW_CONSUMER)
         if live.abandon is not None:
             live.abandon()
-
-    # What execution links report (LinkObserver).
-
-    def slot_event(self, lane: Lane, number: int, slot: Slot, event: inference_pb2.Event) -> None:
-        """See LinkObserver."""
-        kind = event.WhichOneof("kind")
-        if kind == "accepted":
-            self._accepted(slot, event.accepted)
-        elif kind == "ended":
-            lane.free(number)
-            self._ended(slot, event.ended)
-        elif kind == "rejected":
-            lane.free(number)
-            self._rejected(slot, event.rejected)
-
-    def slot_fault(self, lane: Lane, number: int, slot: Slot) -> None:
-        """See LinkObserver."""
-        log.error("an instance sent output out of order", instance=lane.name)
-        live = slot.live
-        assert live is not None
-        lane.cancel(slot.ticket_id, slot.domain_attempt, result_pb2.FINISH_REASON_ERROR)
-        error = SluiceError(
-            Code.INTERNAL, "INSTANCE_PROTOCOL", "the instance sent output out of order"
-        )
-        live.fail(error, Outcome.INSTANCE_FAILED)
-
-    def lane_credit(self, lane: Lane, credit: inference_pb2.Credit) -> None:
-        """See LinkObserver."""
-        # After a loss only a new stream speaks: one that a part opened which crossed the loss. Its
-        # credit is told once, so this is the only chance to hear it.
-        if self._lanes.setdefault(lane.name, lane) is lane:
-            lane.open = True
-            self.post(
-                lambda now: self.domain.instances.credit(
-                    lane.name, credit.sequences, credit.kv_tokens, now
-                )
-            )
-
-    def lane_lost(self, lane: Lane, slots: list[Slot], kind: FaultKind, reason: str) -> None:
-        """See LinkObserver."""
-        if slots:
-            log.warning("requests lost", instance=lane.name, count=len(slots), reason=reason)
-        is_current = self._lanes.get(lane.name) is lane
-        if is_current and not lane.open:
-            del self._lanes[lane.name]
-
-        def lose(now: float) -> None:
-            if is_current:
-                self.domain.instances.lost(lane.name, now)
-            for slot in slots:
-                self._failed(slot, kind, now)
-
-        self.post(lose)
-
-    def link_changed(self, link: ExecutionLink) -> None:
-        """See LinkObserver."""
-        self.post(self.open_lanes)
-
-    # What the fleet watch reports.
-
-    def report(self, report: InstanceReport, address: str) -> None:
-        """An instance's fresh load report; its lane is opened if it has none."""
-        self.addresses[report.name] = address
-        self.post(lambda now: self.domain.instances.report(report, now))
-        if report.name in self._drained:
-            # One that is new here, or came back, does not know the mark.
-            self.post(lambda now: self.domain.instances.drain(report.name, True, now))
-        lane = self._lanes.get(report.name)
-        if report.serving and (lane is None or not lane.open or lane.address != address):
-            self.post(self.open_lanes)
-
-    def drain_instance(self, name: InstanceName, *, drained: bool) -> asyncio.Future[None]:
-        """An operator drains an instance, also one that is not here yet, or takes that back. Done
-        in the owner's next turn."""
-        if drained:
-            self._drained.add(name)
-        else:
-            self._drained.discard(name)
-        done: asyncio.Future[None] = self._loop.create_future()
-
-        def apply(now: float) -> None:
-            self.domain.instances.drain(name, drained, now)
-            if not done.done():
-                done.set_result(None)
-
-        self.post(apply)
-        return done
-
-    def unreachable(self, name: InstanceName, reason: str) -> None:
-        """An instance that does not answer its load watch."""
-        self.post(lambda now: self.domain.instances.unreachable(name, reason, now))
-
-    def remove(self, name: InstanceName) -> None:
-        """An instance that discovery does not know any more."""
-        self.addresses.pop(name, None)
-        self.post(lambda now: self.domain.instances.remove(name, now))
-
-    def open_lanes(self, now: float) -> None:
-        """Gives every known instance a lane on the replica that rendezvous hashing picks."""
-        for name, address in self.addresses.items():
-            lane = self._lanes.get(name)
-            link = _link_of(lane, self.links) if lane is not None else None
-            if lane is None or not lane.open or link is None or not link.usable:
-                link = choose_link(name, self.links)
-                if link is not None:
-                    self._lanes[name] = link.lane(name, address)
-                elif self._lanes.pop(name, None) is not None:
-                    # What runs there ends as it will; nothing more is started.
-                    self.domain.instances.cut_off(name, now)
-
-    # Ends of attempts.
-
-    def _first_token(self, live: LiveRequest) -> None:
-        attempt = live.attempt
-        self.post(lambda now: self.domain.attempts.first_token(live.ticket.id, attempt, now))
-
-    def _accepted(self, slot: Slot, accepted: inference_pb2.Accepted) -> None:
-        if slot.live is not None:
-            slot.live.accept(accepted)
-        self.post(
-            lambda now: self.domain.attempts.accepted(
-                slot.ticket_id,
-                slot.domain_attempt,
-                accepted.prompt_tokens,
-                accepted.cached_tokens,
-                now,
-            )
-        )
-
-    def _ended(self, slot: Slot, ended: inference_pb2.Ended) -> None:
-        live = slot.live
-        reasons = {output.finish_reason for output in ended.outputs}
-        if live is not None and ended.HasField("status"):
-            error = from_status(ended.status)
-            if error.code is Code.INVALID_ARGUMENT:
-                self._invalid(slot, live, error)
-            else:
-                self.post(lambda now: self._failed(slot, end_fault(error), now, error))
-            return
-        if live is not None and result_pb2.FINISH_REASON_ERROR in reasons:
-            # Without a status too an error is no answer.
-            self.post(lambda now: self._failed(slot, FaultKind.ENGINE_ERROR, now))
-            return
-        if live is not None and result_pb2.FINISH_REASON_UNSPECIFIED in reasons:
-            self.post(lambda now: self._yielded(slot, now))
-            return
-        if live is not None and result_pb2.FINISH_REASON_CANCELLED in reasons:
-            # Nobody here asked for that: the instance goes down.
-            self.post(lambda now: self._failed(slot, FaultKind.GOING_DOWN, now))
-            return
-        tokens, outcome = None, Outcome.FINISHED
-        if live is not None and result_pb2.FINISH_REASON_DEADLINE in reasons:
-            outcome = Outcome.DEADLINE_EXCEEDED
-            live.fail(deadline_exceeded(), outcome)
-        elif live is not None:
-            live.end(ended)
-            tokens = ended.usage.completion_tokens
-        self.post(
-            lambda now: self.domain.attempts.ended(
-                slot.ticket_id, slot.domain_attempt, now, outcome, tokens
-            )
-        )
-
-    def _rejected(self, slot: Slot, rejected: inference_pb2.Rejected) -> None:
-        live = slot.live
-        rejection = _REJECTIONS.get(rejected.reason)
-        if live is None:
-            self.post(
-                lambda now: self.domain.attempts.ended(
-                    slot.ticket_id, slot.domain_attempt, now, Outcome.CANCELLED
-                )
-            )
-        elif rejection is not None:
-            self.post(
-                lambda now: self.domain.attempts.rejected(
-                    slot.ticket_id, slot.domain_attempt, rejection, now
-                )
-            )
-        elif rejected.reason == inference_pb2.REJECT_REASON_INVALID:
-            error = from_status(rejected.status)
-            if error.reason == GRANT_LAPSED:
-                self.post(lambda now: self._lapsed(live, slot.domain_attempt, now))
-                return
-            self._invalid(slot, live, error)
-        else:
-            name = inference_pb2.RejectReason.Name(rejected.reason)
-            log.error("an instance rejected a start", instance=live.instance, reason=name)
-            kind = _REFUSALS.get(rejected.reason, FaultKind.PROTOCOL)
-            self.post(lambda now: self._failed(slot, kind, now))
-
-    def _invalid(self, slot: Slot, live: LiveRequest, error: SluiceError) -> None:
-        """The work is wrong: nobody else is asked, and the instance is not to blame."""
-        live.fail(error, Outcome.INVALID)
-        self.post(
-            lambda now: self.domain.attempts.ended(
-                slot.ticket_id, slot.domain_attempt, now, Outcome.INVALID
-            )
-        )
-
-    def _lapsed(self, live: LiveRequest, attempt: int, now: float) -> None:
-        """The start came too late for its quota: back to the queue, uncharged. Again and again
-        means that the clocks of the two machines are apart."""
-        live.quota_lapses += 1
-        if live.quota_lapses <= LAPSES_MAX or live.over:
-            self.domain.attempts.rejected(live.ticket.id, attempt, RejectKind.LAPSED, now)
-            return
-        log.error("the clock of an instance is ahead", instance=live.instance)
-        error = unavailable(
-            "CLOCKS_DIFFER",
-            "the instance's clock is ahead of the scheduler's, so that it starts no counted work",
-            1.0,
-            metadata={"instance": live.instance},
-        )
-        live.fail(error, Outcome.INSTANCE_FAILED)
-        self.domain.attempts.ended(live.ticket.id, attempt, now, Outcome.INSTANCE_FAILED)
-
-    def _yielded(self, slot: Slot, now: float) -> None:
-        """An instance stopped a request without an end of its own."""
-        live = slot.live
-        if live is None or live.over:
-            self.domain.attempts.ended(slot.ticket_id, slot.domain_attempt, now, Outcome.CANCELLED)
-            return
-        asked = self.domain.attempts.yielded(slot.ticket_id, slot.domain_attempt, now, live.tokens)
-        if asked == "unasked":
-            self._failed(slot, FaultKind.PROTOCOL, now)
-
-    def _failed(
-        self, slot: Slot, kind: FaultKind, now: float, error: SluiceError | None = None
-    ) -> None:
-        live = slot.live
-        if live is None or live.over:
-            self.domain.attempts.ended(slot.ticket_id, slot.domain_attempt, now, Outcome.CANCELLED)
-        else:
-            self._attempt_failed(live, slot.domain_attempt, kind, now, error)
-
-    def _attempt_failed(
-        self,
-        live: LiveRequest,
-        attempt: int,
-        kind: FaultKind,
-        now: float,
-        error: SluiceError | None,
-    ) -> None:
-        """An attempt failed: the domain places it elsewhere, or it ends with a typed error."""
-        delivered = max(live.tokens, live.first_token_s > 0)
-        final = self.domain.attempts.failed(live.ticket.id, attempt, kind, now, delivered)
-        if isinstance(final, Refusal):
-            final.metadata = {
-                **final.metadata,
-                "instance": live.instance,
-                "cause": error.reason if error is not None else "INSTANCE_LOST",
-            }
-            live.fail(_came_to(final, live), final.outcome)
-
-
-def _came_to(error: SluiceError, live: LiveRequest) -> SluiceError:
-    """The error, saying how far a request came that ends in mid-stream."""
-    if live.first_token_s or (isinstance(error, Refusal) and error.reason == "INSTANCE_LOST"):
-        error.metadata = {**error.metadata, "delivered_tokens": str(live.tokens)}
-    return error
-
-
-def _link_of(lane: Lane, links: Iterable[ExecutionLink]) -> ExecutionLink | None:
-    return next((link for link in links if link.lanes.get(lane.name) is lane), None)
-
-
-def end_fault(error: SluiceError) -> FaultKind:
-    """What an engine's end with an error says of the instance."""
-    return FaultKind.ENGINE_DOWN if error.reason in _DEATHS else FaultKind.ENGINE_ERROR
-
-
-def call_fault(error: SluiceError) -> FaultKind:
-    """What the failure of a unary call says of the instance."""
-    if error.reason in _DEATHS:
-        return FaultKind.ENGINE_DOWN
-    return _CALL_REASONS.get(error.reason) or _CALL_FAULTS[error.code]
 
 
 def no_capacity(retry_after_s: float) -> SluiceError:

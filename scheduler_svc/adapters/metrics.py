@@ -204,5 +204,5 @@ class SchedulerMetrics:
             yield count, {"limit": limit}
 
     def _read_frames(self) -> Iterator[tuple[int, Labels]]:
-        yield sum(link.frames_read for link in self._gate.links), {"direction": "in"}
-        yield sum(link.frames_written for link in self._gate.links), {"direction": "out"}
+        yield sum(link.frames_read for link in self._gate.lanes.links), {"direction": "in"}
+        yield sum(link.frames_written for link in self._gate.lanes.links), {"direction": "out"}

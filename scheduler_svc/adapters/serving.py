@@ -440,11 +440,11 @@ class Serving:
                     message, timeout=timeout, metadata=_trace(live.traceparent)
                 )
             except grpc.aio.AioRpcError as error:
-                self._gate.unary_failed(live, from_rpc_error(error))
+                self._gate.attempts.unary_failed(live, from_rpc_error(error))
             except SluiceError as error:
-                self._gate.unary_failed(live, error)
+                self._gate.attempts.unary_failed(live, error)
             else:
-                self._gate.unary_ended(live, response.response.usage)
+                self._gate.attempts.unary_ended(live, response.response.usage)
                 return response
 
 

@@ -419,7 +419,7 @@ class SchedulerProcess(Process):
         left = {
             "requests at the gate": len(gate.lives),
             "open streams": gate.flush.open_streams,
-            "slots": sum(link.open_slots() for link in gate.links),
+            "slots": sum(link.open_slots() for link in gate.lanes.links),
             "tickets that hold room": state.running,
             "tickets that wait": sum(state.waiting.values()),
             "bytes that wait": sum(state.waiting_bytes.values()),
@@ -499,7 +499,7 @@ class Mesh:
             gate = scheduler.parts.gate
             snapshot = gate.domain.snapshot()
             lines.append(f"= {scheduler.name} {scheduler.placement} waiting {snapshot.waiting}")
-            lines += [f"=   {link.target} usable {link.usable}" for link in gate.links]
+            lines += [f"=   {link.target} usable {link.usable}" for link in gate.lanes.links]
             lines += [f"=   {name} {one}" for name, one in snapshot.instances.items()]
         return lines
 

@@ -215,7 +215,7 @@ class Rig:
             "simulated": True,
             **changes,
         }
-        self.gate.report(InstanceReport(**fields), f"{name}:1")  # type: ignore[arg-type]
+        self.gate.lanes.report(InstanceReport(**fields), f"{name}:1")  # type: ignore[arg-type]
 
     def submit(self, **changes: object) -> LiveRequest:
         """Admits a request."""
@@ -255,7 +255,7 @@ class Rig:
         assert not self.gate.lives
         assert self.gate.flush.open_streams == 0
         assert self.gate.flush.written_streams == 0
-        assert all(link.open_slots() == 0 for link in self.gate.links)
+        assert all(link.open_slots() == 0 for link in self.gate.lanes.links)
         snapshot = self.gate.domain.snapshot()
         assert snapshot.running == 0
         assert sum(snapshot.waiting.values()) == 0
@@ -271,13 +271,13 @@ async def rig(
     domain = Scheduler(SchedulerLimits(), LeastWork())
     gate = Gate(domain, GrantSigner.load(folder, "test"), FlushBudget(), quota=quota)
     scripted = [ScriptedExecution(sequences) for _ in range(executions)]
-    gate.links = [
-        ExecutionLink(f"execution-{number}", one.connect, gate)
+    gate.lanes.links = [
+        ExecutionLink(f"execution-{number}", one.connect, gate.lanes)
         for number, one in enumerate(scripted)
     ]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(gate.run())]
-        tasks += [group.create_task(link.run()) for link in gate.links]
+        tasks += [group.create_task(link.run()) for link in gate.lanes.links]
         await asyncio.sleep(0.1)
         yield Rig(gate, scripted)
         for task in tasks:

@@ -78,7 +78,7 @@ class MemoryInstance:
         """What the load watch would say."""
         model = self.engine.describe()
         stats = self.engine.stats()
-        gate.report(
+        gate.lanes.report(
             InstanceReport(
                 name=InstanceName(self.name),
                 model=model.model,
@@ -335,7 +335,7 @@ class MemoryMesh:
         assert snapshot.submitted == sum(snapshot.outcomes.values())
         for status in snapshot.instances.values():
             assert status.running == status.kv_tokens == status.prefill_tokens == 0
-        assert all(link.open_slots() == 0 for link in self.gate.links)
+        assert all(link.open_slots() == 0 for link in self.gate.lanes.links)
         assert all(one.room.sequences_held() == 0 for one in self.instances.values())
         assert all(engine.counters().running == 0 for engine in self.simulated)
 
@@ -419,8 +419,8 @@ async def memory_mesh(
             signer = GrantSigner.load(folder, "test")
             gate = Gate(Scheduler(bounds, LeastWork()), signer, FlushBudget())
             execution = MemoryExecution(instances)
-            gate.links = [ExecutionLink("execution-0", execution.connect, gate)]
-            tasks += [group.create_task(gate.run()), group.create_task(gate.links[0].run())]
+            gate.lanes.links = [ExecutionLink("execution-0", execution.connect, gate.lanes)]
+            tasks += [group.create_task(gate.run()), group.create_task(gate.lanes.links[0].run())]
             tasks.append(group.create_task(_watch(gate, instances)))
             meshes.append(MemoryMesh(gate, execution, list(made.values())))
         await asyncio.sleep(0.1)

@@ -462,7 +462,7 @@ def test_output_that_cannot_be_read_loses_the_lane_and_nothing_else(scenario: Pl
         )
         await r.settle()
         assert live.outcome is Outcome.INSTANCE_FAILED
-        assert all(link.connected for link in r.gate.links)
+        assert all(link.connected for link in r.gate.lanes.links)
         r.gate.leave(live, Outcome.INSTANCE_FAILED)
 
     scenario(body)

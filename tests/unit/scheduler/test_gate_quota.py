@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.adapters.gate import LAPSES_MAX
+from scheduler_svc.adapters.attempt_events import LAPSES_MAX
 from scheduler_svc.adapters.live_request import LiveRequest
 from scheduler_svc.adapters.quota_keeper import NOTHING_USED, QuotaKeeper, consumption
 from scheduler_svc.domain.model import Outcome, TicketState, Yield
