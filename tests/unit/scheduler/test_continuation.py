@@ -25,7 +25,9 @@ ROWS = {
     "defaults": Row({}, None),
     "greedy": Row({"temperature": 0.0}, None),
     "unseeded": Row({"temperature": 1.0, "top_p": 0.9, "top_k": 40, "min_p": 0.1}, None),
-    "limits": Row({"max_tokens": 9, "min_tokens": 3, "ignore_eos": True}, None),
+    "limits": Row(
+        {"max_tokens": 9, "min_tokens": 3, "total_tokens_max": 99, "ignore_eos": True}, None
+    ),
     "stops": Row({"stop": ["a"], "stop_token_ids": [1], "include_stop": True}, None),
     "repetition penalty": Row({"repetition_penalty": 1.2}, None),
     "bias": Row({"logit_bias": {3: 1.0}}, None),
