@@ -103,7 +103,7 @@ def test_a_marker_is_found_in_text_prompts_too(run_virtual: Virtual) -> None:
     ],
 )
 def test_a_wrong_script_is_no_rule(table: Mapping[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"replies|marker"):
+    with pytest.raises(ValueError, match=r"replies|marker|words"):
         Fault.from_table(table)
 
 
