@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from scheduler_svc.adapters.answers import deltas_due
+from scheduler_svc.adapters.live_request import STREAM_BUFFER_CHARS_MAX
 from scheduler_svc.domain.model import Outcome
 from sluice.common.v1 import result_pb2
 from sluice.errors import Code
@@ -304,6 +305,27 @@ def test_a_stream_that_stalls_ends_at_the_inter_token_limit(scenario: Play) -> N
         r.gate.leave(live, Outcome.INTER_TOKEN_TIMEOUT)
         await r.settle()
         await r.execution.end(0, result_pb2.FINISH_REASON_DEADLINE)
+
+    scenario(body)
+
+
+def test_one_that_nobody_reads_leaves_its_engine_when_its_buffer_is_full(scenario: Play) -> None:
+    """Not only when its handler, which a write holds up, lets go of it. Mutant
+    slow_client_holds_the_engine."""
+
+    async def body(r: Rig) -> None:
+        r.report()
+        live = r.submit()
+        await r.settle()
+        await r.execution.accept()
+        await r.execution.delta("a", 0)
+        await r.execution.delta("b" * STREAM_BUFFER_CHARS_MAX, 1)
+        await asyncio.sleep(1.0)
+        assert live.error is not None and live.error.reason == "SLOW_CONSUMER"
+        assert len(r.execution.cancels) == 1
+        await r.execution.end(0, result_pb2.FINISH_REASON_CANCELLED)
+        await r.settle()
+        r.gate.leave(live, Outcome.SLOW_CONSUMER)
 
     scenario(body)
 
