@@ -16,10 +16,10 @@ field() { # a value of the JSON on standard input, by its path
 }
 
 echo "# A run, watched: one event a line; the last one is \"ended\"."
-call -d '{"task":"What is 17.5 times 4?","tools":["calculator"],"tool_choice":"TOOL_CHOICE_EACH"}' "http://$address/v1/runs"
+call -d '{"task":"What is 123 plus 45?","tools":["calculator"],"tool_choice":"TOOL_CHOICE_EACH"}' "http://$address/v1/runs"
 
 echo "# A run in the background: read as it is, then watched from its second event on."
-run=$(call -d '{"task":"What is 17.5 times 4?","tools":["calculator"],"background":true}' "http://$address/v1/runs" | field event.run_id)
+run=$(call -d '{"task":"What is 123 plus 45?","tools":["calculator"],"tool_choice":"TOOL_CHOICE_EACH","background":true}' "http://$address/v1/runs" | field event.run_id)
 call "http://$address/v1/runs/$run"
 echo
 call "http://$address/v1/runs/$run/events?from_sequence=2"

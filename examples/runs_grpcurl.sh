@@ -18,7 +18,7 @@ field() { # a value of the JSON on standard input, by its path
 }
 
 echo "# A run, watched: one event after the other; the last one is \"ended\"."
-call RunAgent '{"task":"What is 17.5 times 4?","tools":["calculator"],"tool_choice":"TOOL_CHOICE_EACH"}'
+call RunAgent '{"task":"What is 123 plus 45?","tools":["calculator"],"tool_choice":"TOOL_CHOICE_EACH"}'
 
 echo "# A run in the background that needs a person's word: it waits at a step."
 task='{"task":"Open a ticket: the lamp flickers.","tools":["desk"],"tool_choice":"TOOL_CHOICE_EACH","background":true}'

@@ -49,9 +49,9 @@ REPLIES: Mapping[str, Sequence[object]] = {
         },
         {"answer": "Mostly desks."},
     ],
-    "17.5 times 4": [
-        {"tool": "calculator", "arguments": {"expression": "17.5*4"}},
-        {"answer": "It is 70."},
+    "123 plus 45": [
+        {"tool": "calculator", "arguments": {"expression": "123 + 45"}},
+        {"answer": "It is 168."},
     ],
     "Find tickets about the lamp": [
         {"tool": "tickets__find_tickets", "arguments": {"word": "lamp"}},

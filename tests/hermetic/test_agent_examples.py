@@ -134,7 +134,7 @@ def test_runs_conversations_and_documents_from_a_shell(shared_agent_mesh: Mesh, 
     environ["PATH"] += f":{os.environ['PATH']}"
     done = run([str(EXAMPLES / name)], environ)
     assert done.returncode == 0, done.stdout + done.stderr
-    for said in ("It is 70.", "It is open.", "Good morning to you.", "A kettle boils water."):
+    for said in ("It is 168.", "It is open.", "Good morning to you.", "A kettle boils water."):
         assert said in done.stdout, said
     assert "RUN_STATE_FAILED" not in done.stdout
 
