@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import grpc.aio
 
-from scheduler_svc.adapters.identity import Identity, remaining_s
+from scheduler_svc.adapters.identity import Identity, remaining_s, request_id
 from scheduler_svc.adapters.requests import check_page_token, page_size, request_id_of
 from scheduler_svc.adapters.run_store import NewRun
 from scheduler_svc.adapters.runs_api import RunParts
@@ -26,7 +26,6 @@ from scheduler_svc.domain.agent_gate import GateReason
 from scheduler_svc.domain.model import PriorityClass
 from scheduler_svc.domain.run_budget import RunLimits
 from sluice.errors import FieldViolation, SluiceError, invalid
-from sluice.ids import new_request_id
 from sluice.scheduler.v1 import data_pb2, generate_pb2, scheduler_pb2_grpc, spec_pb2
 from sluice.state.v1 import documents_pb2, documents_pb2_grpc
 
@@ -208,7 +207,7 @@ class DocumentsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def _embedded(self, query: str, tenant: Tenant, context: Context) -> bytes:
         """The question's vector, as the state service takes it."""
-        caller = Caller(tenant, new_request_id(), tenant.class_for(None), remaining_s(context))
+        caller = Caller(tenant, request_id(context), tenant.class_for(None), remaining_s(context))
         request = generate_pb2.EmbedRequest(texts=[query])
         try:
             answer = await self._parts.serving.embed(request, caller)
@@ -225,10 +224,12 @@ class DocumentsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 def _in_a_searchs_words(error: SluiceError) -> SluiceError:
-    """The same error, with the field that a search calls ``query``."""
-    if error.fields:
-        error.fields = tuple(FieldViolation("query", one.description) for one in error.fields)
-        error.message = f"query: {error.fields[0].description}"
+    """The same error, with the field that a search calls ``query``, and without those that it has
+    not: its model is the deployment's."""
+    texts = [one for one in error.fields if one.field.startswith("texts")]
+    error.fields = tuple(FieldViolation("query", one.description) for one in texts)
+    if texts:
+        error.message = f"query: {texts[0].description}"
     return error
 
 

@@ -43,12 +43,17 @@ class Identity:
         """Who calls, for a request that is served or refused as one."""
         try:
             tenant = self._tenants.tenant(header(context, "authorization"))
-            identifier = translate.request_id(request.request_id, header(context, "x-request-id"))
+            identifier = request_id(context, request.request_id)
             wanted = translate.priority_class(request.priority_class)
         except SluiceError as refusal:
             self._serving.refused(None, None, refusal)
             raise
         return Caller(tenant, identifier, tenant.class_for(wanted), remaining_s(context))
+
+
+def request_id(context: Context, given: str = "") -> str:
+    """The identifier under which a call is recorded: the field, the header, or a new one."""
+    return translate.request_id(given, header(context, "x-request-id"))
 
 
 def header(context: Context, name: str) -> str | None:

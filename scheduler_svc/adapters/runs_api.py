@@ -78,9 +78,10 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: runs_pb2.RunAgentRequest, context: Context
     ) -> None:
         """See scheduler.proto."""
+        # Known as its client knows it; x-request-id finds decision records, but makes no run.
+        caller = self._parts.identity.caller(request, context)
         if not request.request_id:
             request.request_id = request_id_of("")
-        caller = self._parts.identity.caller(request, context)
         admitted = await self._admitted(request, caller)
         if isinstance(admitted, Verdict):
             await self._answer(request, caller, context, admitted.reason)

@@ -63,12 +63,14 @@ class Answers:
     """Stands in for what serves generations; keeps refusals."""
 
     refusals: list[tuple[SluiceError, str]] = field(default_factory=list)
+    refused_ids: list[str] = field(default_factory=list)
     direct: list[tuple[Any, str]] = field(default_factory=list)
     embedded: list[tuple[Any, Any]] = field(default_factory=list)
     fails: SluiceError | None = None
 
     def refused(self, caller: Any, ticket: Any, refusal: SluiceError, reason: str = "") -> None:
         self.refusals.append((refusal, reason))
+        self.refused_ids.append(caller.request_id if caller is not None else "")
 
     async def embed(self, request: Any, caller: Any) -> generate_pb2.EmbedResponse:
         self.embedded.append((request, caller))
@@ -161,10 +163,11 @@ class Rig:
     load: FleetLoad = field(default_factory=lambda: FleetLoad(0.0, 0.0))
     state_up: bool = True
     limits: list[str] = field(default_factory=list)
+    headers: tuple[tuple[str, str], ...] = ()
 
     def ask(self, method: str, request: Any, tenant: str = "a", timeout: float = 10.0) -> Any:
         """A call by a tenant."""
-        metadata = (("authorization", f"Bearer {tenant}"),)
+        metadata = (("authorization", f"Bearer {tenant}"), *self.headers)
         return getattr(self.stub, method)(request, metadata=metadata, timeout=timeout)
 
     async def events(self, method: str, request: Any, tenant: str = "a") -> list[Any]:

@@ -6,7 +6,8 @@ the names that fields have here; another tenant's are like unknown ones; a docum
 searchable by one run, however often it is put; a search embeds its question as the tenant. Oracle:
 the protos' words, and what is stored.
 
-Seen to fail on the mutants sessions_without_the_right and ingest_runs_twice.
+Seen to fail on the mutants sessions_without_the_right, ingest_runs_twice and
+search_under_another_name.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import pytest_asyncio
 
 from scheduler_svc.domain.model import PriorityClass
 from sluice.common.v1 import input_pb2
-from sluice.errors import Code, exhausted, invalid
+from sluice.errors import Code, exhausted, invalid, not_found
 from sluice.scheduler.v1 import data_pb2, mesh_pb2, runs_pb2, spec_pb2
 from sluice.state.v1 import documents_pb2, documents_pb2_grpc
 from tests.contract.scheduler_rig import Rig, scheduler_rig
@@ -408,6 +409,18 @@ async def test_a_search_that_cannot_embed_says_so_in_its_own_words(rig: Rig) -> 
     error = await rig.refused("SearchDocuments", request)
     assert [one.field for one in error.fields] == ["query"]
     assert "texts" not in error.message
+    rig.answers.fails = not_found("MODEL_UNKNOWN", "no such model for this tenant", field="model")
+    error = await rig.refused("SearchDocuments", request)
+    assert (error.reason, error.message) == ("MODEL_UNKNOWN", "no such model for this tenant")
+    assert not error.fields, "a search has no field for a model"
+
+
+async def test_a_search_is_recorded_under_the_name_that_its_client_gave_it(rig: Rig) -> None:
+    """Mutant search_under_another_name."""
+    rig.headers = (("x-request-id", "search-1"),)
+    await rig.refused("SearchDocuments", data_pb2.SearchDocumentsRequest(collection="c", query="x"))
+    _, caller = rig.answers.embedded[0]
+    assert caller.request_id == "search-1"
 
 
 BAD_DOCUMENTS: list[tuple[dict[str, Any], str]] = [

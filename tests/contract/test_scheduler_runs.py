@@ -6,7 +6,8 @@ in order, whatever goes away meanwhile; another tenant's run is like an unknown 
 protos' own words and what the state service was asked.
 
 Seen to fail on the mutants run_budget_not_capped, tool_of_another, watch_begins_again,
-watch_gives_up_at_once, run_is_everybodys and scheduler_watch_bytes_not_counted.
+watch_gives_up_at_once, run_is_everybodys, scheduler_watch_bytes_not_counted and
+run_refused_under_another_name.
 """
 
 from __future__ import annotations
@@ -157,6 +158,18 @@ async def test_without_a_request_id_every_call_is_a_run_of_its_own(rig: Rig) -> 
     assert made[0] != made[1]
     specs = [spec_pb2.RunSpec.FromString(run.stored.spec) for run in rig.runs.runs.values()]
     assert len({spec.task.request.request_id for spec in specs} - {""}) == 2
+
+
+async def test_a_refusal_is_recorded_under_the_name_that_its_client_gave_it(rig: Rig) -> None:
+    """Mutant run_refused_under_another_name. A header is no request id of a run: a proxy may have
+    made it."""
+    rig.headers = (("x-request-id", "mine"),)
+    request = task(request_id="", tools=["nobodys"])
+    await rig.refused("RunAgent", request)
+    assert rig.answers.refused_ids == ["mine"]
+    request = task(request_id="", background=True)
+    names = [(await rig.events("RunAgent", request))[0].run_id for _ in range(2)]
+    assert names[0] != names[1]
 
 
 async def test_a_request_id_is_not_used_for_something_else(rig: Rig) -> None:
