@@ -23,7 +23,7 @@ def check_run_budget(budget: runs_pb2.RunBudget, where: str) -> None:
         mixed = not 0 <= budget.wall_time_max.nanos < 10**9
         if mixed or not 0 < wall_time_s(budget) <= WALL_TIME_MAX_S:
             raise invalid(
-                f"{where}.wall_time_max", f"must be more than 0, at most {WALL_TIME_MAX_S:g} s"
+                f"{where}.wall_time_max", f"must be more than 0, at most {WALL_TIME_MAX_S:.0f} s"
             )
 
 

@@ -103,7 +103,8 @@ def _cancel(client: MeshClient, run_id: str) -> str:
         had_ended = run.state in (runs_pb2.RUN_STATE_SUCCEEDED, runs_pb2.RUN_STATE_FAILED)
     if had_ended:
         return f"run {run.run_id} had ended before: {state_name(run.state)}; nothing was cancelled"
-    return f"run {run.run_id}: {state_name(run.state)}"
+    noted = "" if run.HasField("end_time") else "; it ends as soon as an agent takes note"
+    return f"run {run.run_id}: {state_name(run.state)}{noted}"
 
 
 def _decide(

@@ -11,6 +11,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -82,10 +83,7 @@ def add(
     if not files:
         raise typer.BadParameter(f"nothing to add: suffixes are {', '.join(MEDIA_TYPES)}")
     failed = 0
-    with (
-        open_client(config, endpoint, key_file) as client,
-        ThreadPoolExecutor(AT_ONCE, thread_name_prefix="docs") as pool,
-    ):
+    with open_client(config, endpoint, key_file) as client, _workers() as pool:
         done = [
             pool.submit(_add, client, collection, one, labels, timeout if wait else 0.0)
             for one in files
@@ -259,6 +257,17 @@ def labels_of(entries: Sequence[str] | None) -> dict[str, str]:
             raise typer.BadParameter(f"{entry!r} must be name=value", param_hint="--label")
         labels[found[1]] = found[2]
     return labels
+
+
+@contextmanager
+def _workers() -> Iterator[ThreadPoolExecutor]:
+    """Threads for a few files at once. When the block is left early (Ctrl-C) no further file is
+    begun, and nobody waits for those that are: they end with the connection."""
+    pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="docs")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _add(

@@ -28,6 +28,7 @@ from sluice.command.cli_support import (
     print_json,
     print_table,
     status_of,
+    warn_line,
 )
 from sluice.errors import Code, SluiceError
 
@@ -139,6 +140,7 @@ class SessionChat:
         self._sampling = sampling
         self._system = system
         self._timeout_s = timeout_s
+        self._unfinished = ""  # the run of a turn whose answer was interrupted here
         self.session = ""
 
     def begin(self) -> None:
@@ -149,6 +151,7 @@ class SessionChat:
         if self._system:
             request.messages.add(role="system", content=self._system)
         self.session = self._client.call("CreateSession", request).session.session_id
+        self._unfinished = ""
         errors().print(Text(f"session {self.session}", style="dim"), soft_wrap=True)
 
     def go_on(self, session: str) -> None:
@@ -156,6 +159,8 @@ class SessionChat:
         for message in history(self._client, session):
             errors().print(_told(message), soft_wrap=True)
         self.session = session
+        if self._system:
+            warn_line("--system is for a new session: this one has what it began with")
 
     def turn(self, text: str) -> bool:
         """One turn, printed as it comes; whether it was answered. Raises SluiceError where going on
@@ -169,9 +174,20 @@ class SessionChat:
             return False
         except KeyboardInterrupt:
             output().print()
-            errors().print(Text("The answer goes on; the next turn waits for it.", style="dim"))
+            if self._unfinished:
+                text = "The answer goes on; the next turn waits for it."
+                errors().print(Text(text, style="dim"))
             return False
         return True
+
+    def _wait_for_the_last(self) -> None:
+        """A session takes one turn at a time."""
+        from sluice.command import run_watch
+
+        if self._unfinished:
+            for _ in run_watch.watch(self._client, self._unfinished, 0, self._timeout_s):
+                pass
+        self._unfinished = ""
 
     def _turn(self, text: str) -> None:
         from sluice.command import run_watch
@@ -186,8 +202,10 @@ class SessionChat:
             sampling=self._sampling,
             request_id=str(uuid.uuid4()),
         )
+        self._wait_for_the_last()
         shown, tokens = "", Tokens()
         for event in run_watch.start(self._client, request, self._timeout_s):
+            self._unfinished = event.run_id
             tokens.add(event)
             if event.HasField("partial_text"):
                 part = event.partial_text
@@ -199,6 +217,7 @@ class SessionChat:
                     _write("\n" + whole)
                 shown = whole
             elif event.HasField("ended"):
+                self._unfinished = ""
                 if event.ended.state != runs_pb2.RUN_STATE_SUCCEEDED:
                     _write("\n" if shown else "")
                     raise from_status(event.ended.status)

@@ -38,9 +38,9 @@ class Found:
 
 def find_files(paths: Sequence[Path]) -> Iterator[Found]:
     """The files under these paths in order, with the names that they get. A folder's files that
-    have another suffix are passed over with a warning; one that was named itself is refused.
-    Raises BadParameter."""
-    count = 0
+    have another suffix are passed over with a warning; one that was named itself is refused, and so
+    are two of the same name, of which one would replace the other. Raises BadParameter."""
+    named: dict[str, Path] = {}
     for path in paths:
         if not path.exists():
             raise typer.BadParameter(f"there is no {path}")
@@ -59,10 +59,12 @@ def find_files(paths: Sequence[Path]) -> Iterator[Found]:
                 if not hidden:
                     warn_line(f"{file} is passed over: its suffix says no known kind of text")
                 continue
-            count += 1
-            if count > FILES_MAX:
-                raise typer.BadParameter(f"there are more than {FILES_MAX} files")
             name = file.relative_to(path).as_posix() if file != path else file.name
+            if name in named:
+                raise typer.BadParameter(f"{named[name]} and {file} would both be {name!r}")
+            named[name] = file
+            if len(named) > FILES_MAX:
+                raise typer.BadParameter(f"there are more than {FILES_MAX} files")
             yield Found(file, name, kind)
 
 

@@ -94,7 +94,11 @@ def test_json_has_the_events_the_call_that_waits_and_whether_it_was_cut_off(
 @pytest.mark.parametrize(
     ("states", "called", "said"),
     [
-        ([RUNNING, RUNNING], ["GetRun", "CancelRun"], "running"),
+        (
+            [RUNNING, RUNNING],
+            ["GetRun", "CancelRun"],
+            "running; it ends as soon as an agent takes note",
+        ),
         ([RUNNING, CANCELLED], ["GetRun", "CancelRun"], "cancelled"),
         ([SUCCEEDED], ["GetRun"], "succeeded; nothing was cancelled"),
         ([CANCELLED], ["GetRun"], "cancelled; nothing was cancelled"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from sluice.command import (
     run_show,
     run_watch,
 )
-from sluice.common.v1 import input_pb2
+from sluice.common.v1 import input_pb2, sampling_pb2
 from sluice.scheduler.v1 import data_pb2, runs_pb2
 
 
@@ -79,6 +81,50 @@ def test_what_cannot_be_stored_is_said_without_asking(
         doc_files.content_of(doc_files.Found(file, "picture.txt", "text/plain"))
 
 
+def test_two_files_of_one_name_are_refused(folder: Path) -> None:
+    with pytest.raises(typer.BadParameter, match=r"b\.md and .*b\.md would both be 'b\.md'"):
+        list(doc_files.find_files([folder / "b.md", folder]))
+
+
+class SlowMesh:
+    """A client that stores one document at once, and others when it is closed."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self._closed = threading.Event()
+
+    def __enter__(self) -> SlowMesh:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+
+    def call(self, method: str, request: Any) -> Any:
+        assert method == "PutDocument"
+        self.asked.append(request.document_id)
+        if len(self.asked) > 1:
+            self._closed.wait(0.5)
+        return data_pb2.PutDocumentResponse(run_id="r")
+
+
+def test_an_interrupted_add_begins_no_further_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutant docs_add_not_interrupted."""
+    for number in range(24):
+        (tmp_path / f"{number}.md").write_text("text")
+    mesh = SlowMesh()
+
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_docs, "open_client", lambda *_: mesh)
+    monkeypatch.setattr(cli_docs, "output", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cli_docs.add("c", [tmp_path], wait=False)
+    assert len(mesh.asked) <= 2 * cli_docs.AT_ONCE
+
+
 def test_labels_are_name_and_value() -> None:
     assert cli_docs.labels_of(["a=1", "b=x=y", "c="]) == {"a": "1", "b": "x=y", "c": ""}
     assert cli_docs.labels_of(None) == {}
@@ -119,6 +165,35 @@ class Store:
 def test_a_history_is_read_to_its_end() -> None:
     client: Any = Store()
     assert [one.content for one in cli_sessions.history(client, "s")] == list("01234")
+
+
+def test_a_turn_waits_for_one_whose_answer_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client: Any = Store()
+    chat = cli_sessions.SessionChat(client, "", sampling_pb2.SamplingParams(), "Be kind.", 9.0)
+    chat.go_on("s")
+    assert "--system is for a new session" in capsys.readouterr().err
+    happened: list[str] = []
+
+    def start(_: Any, request: Any, limit_s: float) -> Iterator[runs_pb2.RunEvent]:
+        happened.append(request.task)
+        yield runs_pb2.RunEvent(sequence=1, run_id=f"run of {request.task}")
+        if request.task == "long":
+            raise KeyboardInterrupt
+        ended = runs_pb2.RunEnded(state=runs_pb2.RUN_STATE_SUCCEEDED, answer="done")
+        yield runs_pb2.RunEvent(sequence=2, run_id="r", ended=ended)
+
+    def watch(_: Any, run_id: str, first: int, limit_s: float) -> Iterator[runs_pb2.RunEvent]:
+        happened.append(f"waited for {run_id}")
+        return iter(())
+
+    monkeypatch.setattr(run_watch, "start", start)
+    monkeypatch.setattr(run_watch, "watch", watch)
+    assert [chat.turn(words) for words in ("long", "next", "last")] == [False, True, True]
+    assert happened == ["long", "waited for run of long", "next", "last"]
+    said = capsys.readouterr()
+    assert (said.out.strip(), "the next turn waits" in said.err) == ("done\ndone", True)
 
 
 def test_a_budget_is_what_was_given() -> None:
