@@ -114,7 +114,7 @@ def show(
 
 def _document(run: runs_pb2.Run, events: Sequence[runs_pb2.RunEvent]) -> dict[str, Any]:
     """A run as JSON with its events, whether its answer was cut off, and what it waits for."""
-    waits = waiting(events)
+    waits = _waits(run, events)
     return as_document(run) | {
         "truncated": _is_cut(events),
         "waiting": as_document(waits) if waits else None,
@@ -141,8 +141,15 @@ def _told(run: runs_pb2.Run, events: Sequence[runs_pb2.RunEvent]) -> Iterator[st
         for event in events:
             used.add(event)
         yield used.note
-    if waits := waiting(events):
+    if waits := _waits(run, events):
         yield from how_to_decide(run.run_id, waits.step)
+
+
+def _waits(run: runs_pb2.Run, events: Sequence[runs_pb2.RunEvent]) -> runs_pb2.RunWaiting | None:
+    """What it waits for: nothing any more once a decision is stored, before its agent says so."""
+    from sluice.scheduler.v1 import runs_pb2
+
+    return waiting(events) if run.state == runs_pb2.RUN_STATE_WAITING else None
 
 
 def _is_cut(events: Sequence[runs_pb2.RunEvent]) -> bool:

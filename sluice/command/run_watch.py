@@ -53,12 +53,12 @@ def so_far(client: MeshClient, run_id: str, limit_s: float) -> Events:
 
 def waits_now(client: MeshClient, event: runs_pb2.RunEvent) -> bool:
     """Whether a run still waits with this event, its last one: what is replayed may have been
-    decided since. Raises as above."""
+    decided since, and its agent not have said so yet. Raises as above."""
     if not event.HasField("waiting"):
         return False
     run = client.call("GetRun", runs_pb2.GetRunRequest(run_id=event.run_id)).run
     last: int = run.last_sequence
-    return last <= event.sequence
+    return last <= event.sequence and run.state == runs_pb2.RUN_STATE_WAITING
 
 
 class _Call:

@@ -72,6 +72,17 @@ def test_a_run_that_waits_says_how_to_decide(
     assert "--step 2" in said[-4]
 
 
+def test_a_run_whose_decision_no_agent_has_taken_yet_waits_for_nobody(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = shown(monkeypatch, capsys, runs_pb2.RUN_STATE_QUEUED, [QUEUED, STEP, WAITS])
+    assert said.splitlines()[-1].startswith("queued;")
+    told = shown(
+        monkeypatch, capsys, runs_pb2.RUN_STATE_QUEUED, [QUEUED, STEP, WAITS], as_json=True
+    )
+    assert json.loads(told)["waiting"] is None
+
+
 def test_an_answer_that_was_cut_off_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ class Script:
         self._streams = iter(streams)
         self.asked: list[tuple[str, int]] = []
         self.over = False
+        self.state = runs_pb2.RUN_STATE_WAITING
 
     def stream(self, method: str, request: Any, timeout_s: float) -> Iterator[Any]:
         self.asked.append((method, getattr(request, "from_sequence", 0)))
@@ -46,7 +47,7 @@ class Script:
 
     def call(self, method: str, request: Any) -> Any:
         assert method == "GetRun"
-        run = runs_pb2.Run(run_id=RUN, last_sequence=2)
+        run = runs_pb2.Run(run_id=RUN, last_sequence=2, state=self.state)
         if self.over:
             run.end_time.seconds = 1
         return runs_pb2.GetRunResponse(run=run)
@@ -175,3 +176,5 @@ def test_a_run_waits_only_with_its_last_event() -> None:
     assert run_watch.waits_now(client, event(2, waiting=waiting))
     assert not run_watch.waits_now(client, event(1, waiting=waiting))
     assert not run_watch.waits_now(client, event(2))
+    client.state = runs_pb2.RUN_STATE_QUEUED  # decided, and no agent has come yet
+    assert not run_watch.waits_now(client, event(2, waiting=waiting))
