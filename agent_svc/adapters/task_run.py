@@ -17,7 +17,7 @@ from functools import partial
 from typing import Final, assert_never, cast
 
 from agent_svc.adapters.counts import Counts
-from agent_svc.adapters.held_run import HeldRun, InterruptedRunError
+from agent_svc.adapters.held_run import HeldRun, InterruptedRunError, persistently
 from agent_svc.adapters.journal import Journal
 from agent_svc.adapters.model_step import BudgetTooSmallError, Lengths, fitting, model_step
 from agent_svc.adapters.tool_calls import ToolCalls
@@ -332,12 +332,16 @@ class TaskRun:
         assert isinstance(end, Ended)
         if end.agent_not_needed:
             # Before the end, after which nobody comes back to it; told twice it counts once.
-            lease = self._held.lease
+            lease, usage = self._held.lease, self._world.usage
             try:
-                await self._world.usage.agent_not_needed(
-                    lease.tenant, lease.run_id, self._spec.model
+                await persistently(
+                    self._held,
+                    lambda: usage.agent_not_needed(lease.tenant, lease.run_id, self._spec.model),
+                    is_over=lambda: True,  # a full store keeps no run from its end
                 )
             except SluiceError as error:
+                if error.reason == "LEASE_LOST":
+                    raise  # whoever takes the run over counts it
                 log.warning("a run that was not needed is not counted", reason=error.reason)
             self._counts.not_needed(lease.tenant, self._extra_cost())
         said: tuple[Message, ...] = ()

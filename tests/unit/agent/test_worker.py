@@ -152,6 +152,21 @@ async def test_a_run_that_was_not_needed_is_counted_once(world: World) -> None:
 
 
 @virtual
+async def test_a_run_that_was_not_needed_is_counted_when_the_count_is_answered(
+    world: World,
+) -> None:
+    """Mutant agent_not_needed_told_but_once."""
+    run = world.run(tools=())
+    world.state.refused_calls.add("usage")
+    world.agent()
+    await world.until(lambda: world.state.calls["usage"] == 2)
+    assert "Ended" not in names(run)
+    world.state.refused_calls.clear()
+    await world.until_ended(run)
+    assert world.state.needless == {run.run_id}
+
+
+@virtual
 async def test_a_run_with_tools_that_needed_none_says_what_their_offer_cost(world: World) -> None:
     run = world.run()
     world.script.replies = [answer("forty-two")]
