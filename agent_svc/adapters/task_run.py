@@ -124,7 +124,14 @@ class TaskRun:
             sessions = self._world.sessions
             self._history = await sessions.messages(claimed.lease.tenant, claimed.session_id)
         while True:
-            if (left := await self._resolve_tools()) is not None:
+            try:
+                left = await self._resolve_tools()
+            except InterruptedRunError:
+                if not self._held.cancelled:  # without its tools nothing is decided but its end
+                    await journal.hand_over()
+                    return None
+                left = None
+            if left is not None:
                 return await self._leave(left)
             task = self._task(self._infos)
             action = next_action(
@@ -162,21 +169,23 @@ class TaskRun:
 
     async def _resolve_tools(self) -> Pause | Finish | None:
         """Looks the tools up; what follows when that cannot be done now. A run does not go on
-        without a tool that it was granted, but it ends all the same."""
+        without a tool that it was granted, but it ends all the same; and what a person decided is
+        taken first: while a run waits for people nothing else would end it. Raises
+        InterruptedRunError."""
         journal = self._journal
-        if not self._work.tools or self._is_over() or journal.history.answered:
+        history = journal.history
+        if not self._work.tools or self._is_over() or history.answered or history.waiting:
             return None
         try:
-            begun = journal.history.last_step is not None
-            self._infos = await self._world.tools.infos(begun=begun)
+            begun = history.last_step is not None
+            self._infos = await self._held.effect(self._world.tools.infos(begun=begun))
         except SluiceError as error:
             now_s = journal.now_s()
             if self._held.cancelled:
-                return cancelled(journal.bounds, journal.history)
-            if journal.bounds.left_s(journal.history, now_s) <= 0:
-                return out_of_time(journal.bounds, journal.history, now_s)
-            rules = self._manner.rules
-            return after_refusal(journal.bounds, journal.history, error, now_s, rules=rules)
+                return cancelled(journal.bounds, history)
+            if journal.bounds.left_s(history, now_s) <= 0:
+                return out_of_time(journal.bounds, history, now_s)
+            return after_refusal(journal.bounds, history, error, now_s, rules=self._manner.rules)
         return None
 
     def _is_over(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
@@ -22,6 +22,7 @@ from agent_svc.domain.model import CallId, Choice, Event, Message, Task, ToolCal
 from agent_svc.domain.tool_facts import facts
 from agent_svc.domain.tool_prompt import (
     CUT_OFF,
+    EMPTY,
     MESSAGE_BYTES,
     NO_ANSWER,
     REPEATS,
@@ -54,6 +55,7 @@ from agent_svc.domain.tool_reply import (
     read_pythonic,
     read_structured,
     read_words,
+    spoken,
 )
 from agent_svc.domain.tool_schema import Schema, plain_schema, reply_schema, tokens_of
 from sluice.json_schemas import JsonError, parse, parse_object, validate
@@ -147,6 +149,8 @@ def ask(task: Task, events: Sequence[Event], options: Options) -> Ask:
     system = _system(task)
     if structured:
         system = _structured_system(system, task.tools, calls_max, options)
+    elif task.answer_schema is not None:
+        system = _typed_system(system, task.answer_schema, options)
     before, last = _split(task)
     if structured:
         before, last = [in_words(m) for m in before], [in_words(m) for m in last]
@@ -265,15 +269,21 @@ def _allowed(task: Task, steps: Sequence[Step]) -> tuple[tuple[ToolInfo, ...], b
 
 
 def _system(task: Task) -> list[Message]:
-    """The system's messages of a task as one."""
+    """The system's messages of a task as one, each text once."""
     texts = [m.content for m in (*task.history, *task.messages) if m.role in SYSTEM_ROLES]
-    return [Message("system", "\n\n".join(texts))] if texts else []
+    # Many clients send it with every turn: what is told once leaves room for the rest.
+    return [Message("system", "\n\n".join(dict.fromkeys(texts)))] if texts else []
 
 
 def _split(task: Task) -> tuple[list[Message], list[Message]]:
     """Without the system's: what comes before the task, and the task: the last user's message and
-    what follows it."""
-    said = [m for m in (*task.history, *task.messages) if m.role not in SYSTEM_ROLES]
+    what follows it. An answer without words, which a session keeps as it was, gets some: the mesh
+    takes no message without content."""
+    said = [
+        m if m.content or m.tool_calls else replace(m, content=EMPTY)
+        for m in (*task.history, *task.messages)
+        if m.role not in SYSTEM_ROLES
+    ]
     users = [at for at, message in enumerate(said) if message.role == "user"]
     start = users[-1] if users else max(len(said) - 1, 0)
     return said[:start], said[start:]
@@ -314,6 +324,15 @@ def _structured_system(
     return [Message("system", "\n".join(lines))]
 
 
+def _typed_system(system: list[Message], schema: Schema, options: Options) -> list[Message]:
+    """In a native format no grammar holds a model to the answer's schema: it has to read it. One
+    that takes too much of the prompt is told by its problems alone."""
+    line = f"Give the final answer as JSON alone, by this JSON schema: {plain_schema(schema)}"
+    if len(line.encode()) > options.prompt_bytes // 3:
+        return system
+    return [Message("system", "\n\n".join([*(one.content for one in system), line]))]
+
+
 # --- reading ---
 
 _READERS: Final[Mapping[Format, Callable[[str], Written]]] = {
@@ -345,10 +364,30 @@ def _written(text: str, cut_off: bool, ask: Ask) -> Written:
     if ask.format is not None:
         if len(text) > REPLY_BYTES_MAX:
             raise ReplyError("The reply is too long.")
+        if (typed := _typed(text, ask)) is not None:
+            return Written(answer=typed)
         return _READERS[ask.format](text)
     if cut_off and ask.answer_schema is not None:
         raise ReplyError(CUT_OFF)
     return Written(answer=text)
+
+
+def _typed(text: str, ask: Ask) -> str | None:
+    """A typed answer in a native format, where a call may be JSON too: an answer is what fits the
+    schema and names no tool, and an object without a name, which is no call in any format."""
+    if ask.answer_schema is None or not ask.may_answer:
+        return None
+    said = spoken(text)
+    try:
+        value = parse(said)
+    except JsonError:
+        return None
+    name = value.get("name") if isinstance(value, dict) else None
+    if any(name == tool.name for tool in ask.callable):
+        return None
+    if validate(ask.answer_schema, value) and not (isinstance(value, dict) and name is None):
+        return None
+    return said
 
 
 def _calls(written: Written, ask: Ask, step: int) -> tuple[ToolCall, ...]:

@@ -42,6 +42,7 @@ RESULT_BYTES_MIN: Final = 64
 MESSAGE_BYTES: Final = 16  # what a template adds to a message, about
 WRONG_REPLY_BYTES_MAX: Final = 400  # of a reply that was wrong, shown back to the model
 DESCRIPTION_CHARS_MAX: Final = 300
+EMPTY: Final = "(nothing)"  # for a message without words
 SYSTEM_ROLES: Final = ("system", "developer")
 
 
@@ -235,7 +236,7 @@ def told_in_words(step: Step, shown: Callable[[Result], str]) -> tuple[Message, 
 
 def _wrong_reply(step: Step) -> str:
     """What the model wrote in vain, or the beginning of it."""
-    return step.message.content or "(nothing)"
+    return step.message.content or EMPTY
 
 
 def in_words(message: Message) -> Message:
@@ -255,7 +256,7 @@ def told_natively(step: Step, shown: Callable[[Result], str]) -> tuple[Message, 
         told = (Message("user", step.problem),) if step.problem else ()
         return (Message("assistant", text), *told)
     results = (
-        Message("tool", shown(result) or "(nothing)", result.call.name, call_id=result.call.id)
+        Message("tool", shown(result) or EMPTY, result.call.name, call_id=result.call.id)
         for result in step.results
     )
     return (step.message, *results)
@@ -308,7 +309,7 @@ def conversation(
     def written(turn: int, step: int, early: int, late: int) -> Conversation:
         messages = [message for one in turns[turn:] for message in one]
         messages += task
-        if step:
+        if step and messages:
             messages = [*messages[:-1], _with_line(messages[-1], f"({step} steps left out.)")]
         for at, one in enumerate(steps[step:], start=step):
             messages += told(one, _first(late if at == len(steps) - 1 else early))
@@ -320,14 +321,22 @@ def conversation(
     if made.size_bytes <= most:
         return made
     early = max(RESULT_BYTES_MIN, early // 4)
-    for turn in range(len(turns) + 1):
-        made = written(turn, 0, early, late)
-        if made.size_bytes <= most:
-            return made
+    # Each part is measured once: a session may have 10,000 messages.
+    size = written(0, 0, early, late).size_bytes
+    turn = 0
+    while size > most and turn < len(turns):
+        size -= size_of(turns[turn])
+        turn += 1
+    if size <= most:
+        return written(turn, 0, early, late)
     dropped = 0
     while dropped < len(steps) - 1:
-        dropped = min(dropped + STEPS_GROUP, len(steps) - 1)
-        made = written(len(turns), dropped, early, late)
+        group = steps[dropped : min(dropped + STEPS_GROUP, len(steps) - 1)]
+        size -= sum(size_of(told(one, _first(early))) for one in group)
+        dropped += len(group)
+        if size > most:
+            continue
+        made = written(len(turns), dropped, early, late)  # with the line that says so
         if made.size_bytes <= most:
             return made
     results = len(steps[-1].results) if steps else 0

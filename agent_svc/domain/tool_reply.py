@@ -159,7 +159,7 @@ def read_mistral(text: str) -> Written:
 
 def read_pythonic(text: str) -> Written:
     """Llama 4 and others: ``[name(argument=value), ...]``."""
-    said = _ended(_without_thoughts(text))
+    said = spoken(text)
     if not said.startswith("["):
         return _answered(said)
     try:
@@ -180,6 +180,11 @@ def _ended(text: str) -> str:
 
 
 _THOUGHTS = re.compile(f"{THINK}.*?(?:{THINK_END}|\\Z)", re.DOTALL)
+
+
+def spoken(text: str) -> str:
+    """What a reply says, without thoughts and what a tokenizer may leave at the end."""
+    return _ended(_without_thoughts(text))
 
 
 def _without_thoughts(text: str) -> str:

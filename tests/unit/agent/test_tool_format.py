@@ -41,7 +41,7 @@ from agent_svc.domain.tool_format import (
     check_arguments,
     read,
 )
-from agent_svc.domain.tool_prompt import CUT_OFF, NO_ANSWER, REPEATS
+from agent_svc.domain.tool_prompt import CUT_OFF, NO_ANSWER, REPEATS, size_of
 from sluice.errors import Code
 
 SEARCH = ToolInfo(
@@ -960,3 +960,83 @@ def test_arguments_are_checked_again_by_what_is_declared_now() -> None:
     assert check_arguments(SEARCH, '{"query": "x"}') == ""
     assert check_arguments(SEARCH, "[]") == "The arguments of search must be a JSON object."
     assert check_arguments(SEARCH, "{}") == 'Wrong arguments of search: it needs "query".'
+
+
+def test_the_longest_session_is_cut_in_linear_time() -> None:
+    """All runs of a process share one event loop, and their leases last 5 s."""
+    said: list[Message] = []
+    for at in range(5_000):
+        said += [Message("user", f"question {at} " + "x" * 60), Message("assistant", "y" * 90)]
+    begin = time.process_time()
+    asked = ask(task(tools=(), turn=True, history=said), [], Options(prompt_bytes=20_000))
+    assert time.process_time() - begin < 1.0
+    assert asked.messages_left_out == len(said) + 1 - len(asked.messages)
+    assert 18_000 < size_of(asked.messages) <= 20_000
+
+
+def test_many_steps_are_cut_in_linear_time() -> None:
+    kinds: list[Kind] = []
+    for number in range(1, 4_000, 2):
+        kinds += [wrote(("search", {"query": f"q{number}"}), number=number), ended(number, 1, "r")]
+    begin = time.process_time()
+    asked = ask(task(), events(*kinds), STRUCTURED)
+    assert time.process_time() - begin < 2.0
+    assert size_of(asked.messages) <= STRUCTURED.prompt_bytes
+
+
+def test_a_run_of_system_messages_alone_goes_on_when_its_steps_are_left_out() -> None:
+    kinds: list[Kind] = []
+    for number in range(1, 100, 2):
+        asked_for = wrote(("search", {"query": f"{number}" * 40}), number=number)
+        kinds += [asked_for, ended(number, 1, "r" * 90)]
+    only = task(messages=(Message("system", "Look around."),))
+    asked = ask(only, events(*kinds), STRUCTURED)
+    assert size_of(asked.messages) <= STRUCTURED.prompt_bytes
+
+
+def test_an_answer_without_words_does_not_end_its_session() -> None:
+    """The mesh takes no message without content: it would refuse every later turn."""
+    said = [Message("user", "Hi"), Message("assistant", "")]
+    for asked in (
+        ask(task(tools=(), turn=True, history=said), [], STRUCTURED),
+        ask(task(history=said), [], STRUCTURED),
+        ask(task(history=said), [], Options(format=Format.HERMES)),
+    ):
+        assert all(message.content for message in asked.messages)
+        assert [one.role for one in asked.messages][-3:] == ["user", "assistant", "user"]
+
+
+def test_system_words_that_come_with_every_turn_are_told_once() -> None:
+    brief, polite = Message("system", "Be brief."), Message("system", "Be polite.")
+    said = [brief, Message("user", "Hi"), Message("assistant", "Ho"), polite, brief]
+    asked = ask(
+        task(tools=(), turn=True, history=said, messages=(brief, Message("user", "So?"))),
+        [],
+        STRUCTURED,
+    )
+    assert asked.messages[0] == Message("system", "Be brief.\n\nBe polite.")
+
+
+CITY = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "people": {"type": "integer"}},
+    "required": ["name", "people"],
+}
+
+
+@pytest.mark.parametrize("form", NATIVE)
+def test_a_typed_answer_is_asked_for_and_read_in_each_native_format(form: Format) -> None:
+    asked = ask(task(answer_schema=CITY), [], Options(format=form))
+    assert '"people"' in asked.messages[0].content
+    reply = read(' {"name": "Ulm", "people": 126000}\n', "stop", asked, 1)
+    assert (reply.problem, reply.message.tool_calls) == ("", ())
+    assert json.loads(reply.message.content) == {"name": "Ulm", "people": 126000}
+    assert read('{"name": "Ulm"}', "stop", asked, 1).problem
+    rows = ask(task(answer_schema={"type": "array"}), [], Options(format=form))
+    assert read("[1, 2]", "stop", rows, 1).message.content == "[1, 2]"
+
+
+def test_what_names_a_tool_is_a_call_also_where_it_would_be_a_typed_answer() -> None:
+    asked = ask(task(answer_schema={"type": "object"}), [], Options(format=Format.LLAMA3))
+    reply = read('{"name": "clock", "parameters": {}}', "stop", asked, 1)
+    assert [made.name for made in reply.message.tool_calls] == ["clock"]

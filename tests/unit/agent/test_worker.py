@@ -430,6 +430,25 @@ async def test_a_decision_outlasts_the_absence_of_its_tool(world: World) -> None
 
 
 @virtual
+async def test_a_decision_is_taken_though_its_tool_never_comes_back(world: World) -> None:
+    """While it waits for people a run uses no time, so nothing else would ever end it."""
+    world.script.replies = [calls(("sign", {"n": 1})), answer("done")]
+    run = world.run()
+    first = world.agent()
+    await world.until(lambda: run.phase is Phase.WAITING)
+    await first.worker.drain(5.0)
+    await first.crash()
+    absent = Absent(world, float("inf"))
+    world.tools = lambda *_: absent
+    world.state.resume(run, Resumed(2, Decision.RETRY))
+    world.agent()
+    await world.until_ended(run)
+    assert "Resumed" in names(run)
+    assert end_reason(run) == "TOOL_UNAVAILABLE"
+    assert world.script.effects == {}
+
+
+@virtual
 async def test_a_run_whose_tool_never_comes_says_so_and_can_be_cancelled(world: World) -> None:
     absent = Absent(world, float("inf"))
     world.tools = lambda *_: absent
@@ -510,6 +529,51 @@ async def test_a_cancel_whose_order_is_lost_is_found_at_the_next_renewal(world: 
     await asyncio.sleep(5)
     world.state.cancel(run)
     assert await world.until(lambda: run.phase is Phase.CANCELLED) < 1.6
+
+
+class Slow(ScriptedTools):
+    """Tools that take a minute to be listed, as those of a server that starts, once ``slow``."""
+
+    slow = True
+
+    async def infos(self, *, begun: bool = False) -> Sequence[ToolInfo]:
+        if self.slow:
+            await asyncio.sleep(60)
+        return await super().infos()
+
+
+@virtual
+async def test_a_cancel_does_not_wait_for_tools_to_be_listed(world: World) -> None:
+    world.tools = lambda *_: Slow(world.script, tuple(TOOLS))
+    run = world.run()
+    world.agent()
+    await asyncio.sleep(5)
+    world.state.cancel(run)
+    assert await world.until(lambda: run.phase is Phase.CANCELLED) < 0.2
+    assert end_reason(run) == "RUN_CANCELLED"
+
+
+@virtual
+async def test_a_run_is_handed_over_though_its_tools_are_not_listed_in_time(world: World) -> None:
+    """With the calls that it asked for still open: no tool is unknown because nobody looked."""
+    world.script.replies = [calls(("find", {"n": 1})), answer("done")]
+    tools = Slow(world.script, tuple(TOOLS))
+    tools.slow = False
+    world.tools = lambda *_: tools
+
+    run = world.run()
+    first = world.agent()
+    await world.until(lambda: len(world.script.prompts) == 1)
+    tools.slow = True
+    await asyncio.sleep(5)
+    await first.worker.drain(4.0)
+    assert run.phase is Phase.QUEUED
+    assert names(run) == ["Queued", "ModelStep"]
+    tools.slow = False
+    world.agent()
+    await world.until_ended(run)
+    assert end(run).answer == "done"
+    assert world.script.effects == {"r1:2": 1}
 
 
 @virtual
