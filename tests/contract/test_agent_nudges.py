@@ -14,6 +14,7 @@ from typing import Any, cast
 import grpc.aio
 import pytest
 
+from execution_svc.adapters import agents as agents_module
 from execution_svc.adapters.agents import AGENT_SERVICE, Agents
 from execution_svc.adapters.counts import Counts
 from execution_svc.adapters.servicer import ExecutionServicer
@@ -50,6 +51,12 @@ class Agent(agent_pb2_grpc.AgentServiceServicer):
         return agent_pb2.ListToolsResponse(tools=tools)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For an agent that answers, also on a machine that stands still for a while."""
+    monkeypatch.setattr(agents_module, "NUDGE_LIMIT_S", 1.0)
+
+
 @asynccontextmanager
 async def agent() -> AsyncIterator[Agent]:
     made = Agent()
@@ -73,6 +80,7 @@ async def execution(*targets: str) -> AsyncIterator[grpc.aio.Channel]:
     health.add_service(AGENT_SERVICE, needs=health.component("agents"))
     await server.start()
     looking = asyncio.create_task(agents.run())
+    await until(lambda: all(each.serves for each in agents._agents))
     async with open_channel(f"127.0.0.1:{server.ports[0]}") as channel:
         yield channel
     looking.cancel()
@@ -112,7 +120,6 @@ async def test_a_nudge_reaches_one_agent_and_the_same_run_the_same() -> None:
         link_to(channel) as link,
     ):
         await until(lambda: link.available)
-        await asyncio.sleep(0.05)  # both are seen in the same round
         for number in range(20):
             link.nudge("t", f"run-{number}")
             link.nudge("t", f"run-{number}")
@@ -129,7 +136,6 @@ async def test_a_nudge_reaches_another_agent_when_the_first_is_gone() -> None:
         channel = await stack.enter_async_context(execution(*(each.target for each in agents)))
         link = await stack.enter_async_context(link_to(channel))
         await until(lambda: link.available)
-        await asyncio.sleep(0.05)
         agents[0].silent = True
         for number in range(4):
             assert (await started(channel, f"run-{number}")).nudged

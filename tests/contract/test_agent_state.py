@@ -165,7 +165,8 @@ async def test_a_run_is_claimed_within_moments_of_its_creation(
 async def test_a_cancel_reaches_a_call_under_way(rig: Rig) -> None:
     script = Script([calls(("find", {"n": 1}))], 0.01, tool_s=60.0)
     run_id = await rig.create(tools=["find"])
-    async with agent(rig, script):
+    # By the order alone: the renewal, which would tell it too, is far away.
+    async with agent(rig, script, lease_s=60.0, renew_s=19.0):
         async with asyncio.timeout(10):
             while "tool_call_started" not in kinds(await rig.events(run_id)):
                 await asyncio.sleep(0.01)
@@ -175,7 +176,7 @@ async def test_a_cancel_reaches_a_call_under_way(rig: Rig) -> None:
         )
         await rig.runs.CancelRun(request)
         await rig.until(run_id, runs_pb2.RUN_PHASE_CANCELLED)
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < 10.0
     assert kinds(await rig.events(run_id))[-2:] == ["tool_call_ended", "ended"]
 
 
@@ -239,15 +240,14 @@ async def test_a_dead_agents_run_is_taken_over(rig: Rig) -> None:
         [calls(("put", {"n": 1})), calls(("put", {"n": 2})), answer("done")], 0.01, tool_s=0.5
     )
     run_id = await rig.create(tools=["put"])
-    short = {"lease_s": 1.0, "renew_s": 0.3}
-    async with agent(rig, script, **short):
+    async with agent(rig, script, lease_s=2.0, renew_s=0.3):
         async with asyncio.timeout(10):
             while len(script.effects) < 2:
                 await asyncio.sleep(0.01)
     begin = time.monotonic()
-    async with agent(rig, script, **short):
+    async with agent(rig, script):
         await rig.until(run_id, *ENDED)
-    assert time.monotonic() - begin < 5.0
+    assert time.monotonic() - begin < 10.0
     first, second = script.effects.values()
     assert (first, second) == (1, 2)
 

@@ -13,7 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from state_svc.adapters.run_watch import POLL_S, Entry, RunWatch, WatchParts, Words, watch_room
+from state_svc.adapters import run_watch
+from state_svc.adapters.run_watch import Entry, RunWatch, WatchParts, Words, watch_room
 from state_svc.adapters.valkey_feed import ANYTHING_READY, Channels, ValkeyFeed
 from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.adapters.valkey_runs import ValkeyRuns
@@ -24,7 +25,8 @@ from state_svc.run_ports import Order
 from tests.contract.state_rig import LEASE_MS, a_run, an_append, lease_of
 from tests.valkey import valkey
 
-SOON_S = POLL_S / 2
+POLL_S = 60.0
+SOON_S = 10.0  # also on a machine that stands still for a while
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,8 @@ class World:
 
 
 @pytest.fixture
-async def world(urls: tuple[str, str]) -> AsyncIterator[World]:
+async def world(urls: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr(run_watch, "POLL_S", POLL_S)
     durable, volatile = (ValkeyLink(url) for url in urls)
     for link in (durable, volatile):
         await link.run(lambda client: client.flushdb())
@@ -97,6 +100,11 @@ async def test_a_lost_connection_is_found_again_with_what_was_missed(world: Worl
         for last in range(1, 4):
             waiting = asyncio.ensure_future(soon(seen))
             await asyncio.sleep(0.2)
+            async with asyncio.timeout(SOON_S):
+                while not await world.durable.run(
+                    lambda client: client.client_list(_type="pubsub")
+                ):
+                    await asyncio.sleep(0.01)
             killed = await world.durable.run(
                 lambda client: client.client_kill_filter(_type="pubsub", skipme=True)
             )

@@ -444,7 +444,7 @@ async def test_watches_are_bounded_for_a_tenant(rig: Rig) -> None:
 
 
 async def test_a_client_that_does_not_read_ends_its_watch_alone(tmp_path: Path) -> None:
-    async with scheduler_rig(tmp_path, write_limit_s=0.3) as rig:
+    async with scheduler_rig(tmp_path, write_limit_s=1.0) as rig:
         run = await stored(rig)
         slow, other = await watched(rig, run), await watched(rig, run)
         big = event(model_step=runs_pb2.ModelStep(problem="x" * 1_000_000))

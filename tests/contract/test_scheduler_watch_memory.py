@@ -109,8 +109,7 @@ async def test_a_watch_holds_nothing_of_what_it_has_told() -> None:
         )
         await until(lambda: len(told) == EVENTS, "all was told")
         await until(lambda: not made.held("a"), "all was written")
-        await asyncio.sleep(0.1)
-        assert alive() == 0
+        await until(lambda: alive() == 0, "what was told is let go")
         watch.cancel()
         await asyncio.wait([watch])
 
@@ -118,12 +117,13 @@ async def test_a_watch_holds_nothing_of_what_it_has_told() -> None:
 @pytest.mark.usefixtures("uncollected")
 async def test_watches_that_wait_for_room_hold_no_event() -> None:
     """Mutant watch_by_the_librarys_iterator: each that was let go keeps its message, also later."""
-    may_end = asyncio.Event()
+    may_end, waits = asyncio.Event(), asyncio.Event()
     written = 0
 
     async def write(message: runs_pb2.WatchRunResponse) -> None:
         nonlocal written
         if message.event.sequence == EVENTS:
+            waits.set()
             await may_end.wait()  # a client that took the first and does not read on
         written += 1
 
@@ -135,6 +135,7 @@ async def test_watches_that_wait_for_room_hold_no_event() -> None:
             for _ in range(8)
         ]
         await until(lambda: state.calls >= 8, "all have asked")
+        await until(waits.is_set, "one of them has room")
         await asyncio.sleep(0.3)
         assert alive() == 1
         may_end.set()
@@ -143,5 +144,4 @@ async def test_watches_that_wait_for_room_hold_no_event() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        await asyncio.sleep(0.1)
-        assert alive() == 0
+        await until(lambda: alive() == 0, "what was told is let go")
