@@ -125,6 +125,7 @@ async def state_service(url: str) -> AsyncIterator[Rig]:
         async with asyncio.timeout(10):
             while not health.healthy:
                 await asyncio.sleep(0.01)
+            await channel.channel_ready()
         yield Rig(
             channel,
             runs_pb2_grpc.RunServiceStub(channel),

@@ -121,6 +121,7 @@ async def _grpc() -> AsyncIterator[Pair]:
     server.grpc.add_generic_rpc_handlers((handlers,))
     await server.start()
     channel = open_channel(f"127.0.0.1:{server.ports[0]}")
+    await channel.channel_ready()
     call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(METHOD, None, None)()
     client = client_connection(call)
     try:

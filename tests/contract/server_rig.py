@@ -156,6 +156,7 @@ async def rig(
     channel = open_channel(f"127.0.0.1:{server.ports[0]}")
     try:
         async with asyncio.timeout(30):
+            await channel.channel_ready()
             yield Rig(server, things, channel)
     finally:
         await channel.close()

@@ -82,6 +82,7 @@ async def execution(*targets: str) -> AsyncIterator[grpc.aio.Channel]:
     looking = asyncio.create_task(agents.run())
     await until(lambda: all(each.serves for each in agents._agents))
     async with open_channel(f"127.0.0.1:{server.ports[0]}") as channel:
+        await channel.channel_ready()
         yield channel
     looking.cancel()
     await agents.close()

@@ -139,12 +139,14 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     await state.start()
     server = MeshServer("scheduler-mesh", ["127.0.0.1:0"], Health())
     async with open_channel(f"127.0.0.1:{state.ports[0]}") as channel:
+        await channel.channel_ready()
         api = MeshApi(
             cast("Any", Refusals()), made.signer, made.verifier, RunRights(channel, made.tenants)
         )
         mesh_pb2_grpc.add_SchedulerMeshServiceServicer_to_server(api, server.grpc)
         await server.start()
         async with open_channel(f"127.0.0.1:{server.ports[0]}") as client:
+            await client.channel_ready()
             made.stub = mesh_pb2_grpc.SchedulerMeshServiceStub(client)
             yield made
         await server.stop(0)

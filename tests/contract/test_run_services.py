@@ -61,6 +61,7 @@ async def service(request: pytest.FixtureRequest, server: ValkeyProcess) -> Asyn
         feed = stores.feed
         running = asyncio.create_task(feed.run_forever()) if isinstance(feed, ValkeyFeed) else None
         channel = open_channel(f"127.0.0.1:{grpc_server.ports[0]}")
+        await channel.channel_ready()
         yield Service(stores, RunServiceStub(channel), SessionServiceStub(channel))
         await channel.close()
         feed.close()  # type: ignore[attr-defined]

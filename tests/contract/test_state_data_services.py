@@ -85,6 +85,7 @@ async def channel(
     add_ToolServiceServicer_to_server(ToolServicer(registry), server.grpc)
     await server.start()
     opened = open_channel(f"127.0.0.1:{server.ports[0]}")
+    await opened.channel_ready()
     yield opened
     await opened.close()
     await server.stop(0)

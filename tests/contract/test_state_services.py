@@ -63,6 +63,7 @@ async def channel(registry: MemoryRegistry) -> AsyncIterator[grpc.aio.Channel]:
     await server.start()
     running = asyncio.create_task(watch.run())
     opened = open_channel(f"127.0.0.1:{server.ports[0]}")
+    await opened.channel_ready()
     yield opened
     await opened.close()
     watch.close()

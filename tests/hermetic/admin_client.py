@@ -12,7 +12,7 @@ from sluice.errors import SluiceError
 from sluice.scheduler.v1 import admin_pb2, admin_pb2_grpc, generate_pb2
 from sluice.status import from_rpc_error
 from tests.hermetic.mesh import Mesh
-from tests.hermetic.mesh_client import MeshClient
+from tests.hermetic.mesh_client import MeshClient, connected
 
 
 class AdminClient:
@@ -21,6 +21,7 @@ class AdminClient:
     def __init__(self, mesh: Mesh, target: str = "") -> None:
         self._channel = open_channel(target or mesh.target)
         self._stub: Any = admin_pb2_grpc.SchedulerAdminServiceStub(self._channel)
+        self._connected = False
         self._metadata = (("authorization", f"Bearer {mesh.admin_key}"),)
 
     async def close(self) -> None:
@@ -28,6 +29,9 @@ class AdminClient:
 
     async def call(self, method: str, request: Any) -> Any:
         """A method by its name."""
+        if not self._connected:
+            await connected(self._channel)
+            self._connected = True
         try:
             return await getattr(self._stub, method)(request, metadata=self._metadata, timeout=10)
         except grpc.aio.AioRpcError as error:

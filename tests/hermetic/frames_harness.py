@@ -104,6 +104,7 @@ async def start_instance(
     if wait:
         await up.wait()
     channel = open_channel(f"127.0.0.1:{server.ports[0]}")
+    await channel.channel_ready()
     return InstanceServer(name, engine, host, servicer, server, keeper, channel)
 
 
@@ -154,6 +155,7 @@ async def execution(telemetry: Telemetry | None = None) -> AsyncIterator[Executi
     execution_pb2_grpc.add_ExecutionServiceServicer_to_server(servicer, server.grpc)
     await server.start()
     channel = open_channel(f"127.0.0.1:{server.ports[0]}")
+    await channel.channel_ready()
     try:
         yield ExecutionServer(servicer, instances, server, channel, counts)
     finally:

@@ -48,6 +48,7 @@ ENGINE: Mapping[str, object] = {"decode_step_ms": 5.0, "decode_step_ms_per_seque
 NO_SERVICES = ("envoy", "valkey")
 AGENT_SERVICE = "sluice.agent.v1.AgentService"
 AGENT_SEEN_S = 1.2
+STORE_TIMEOUT_S = 2.0  # on a busy machine a disk may take longer than in service
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Shape:
     """Appended to the tenants file."""
     state: Mapping[str, object] | None = None
     """Settings of a state service, "state-0", over a Valkey of its own, "valkey"; None: neither,
-    unless there are agents."""
+    unless there are agents. The store has `STORE_TIMEOUT_S` where they do not say."""
     agents: int = 0
     """Agent services, "agent-0" and so on; the tenant dev may use them, with all `tools`."""
     agent: Mapping[str, object] = field(default_factory=dict)
@@ -465,6 +466,7 @@ def _add_state(
     options += ["--appendonly", "yes", "--appendfsync", "always"]
     command = [str(get_binary_path()), *options, "--dir", str(folder / "valkey")]
     add("valkey", command, f"127.0.0.1:{port}")
+    settings = {"store_timeout_s": STORE_TIMEOUT_S, **settings}
     environ = {f"SLUICE_STATE_{name.upper()}": str(value) for name, value in settings.items()}
     add(
         "state-0",

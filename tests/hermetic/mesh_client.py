@@ -11,7 +11,7 @@ import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from sluice.status import from_rpc_error
 from tests.hermetic.mesh import Mesh
 
 CALL_LIMIT_S = 30.0
+CONNECT_LIMIT_S = 2.0
 
 _ids = itertools.count(1)
 
@@ -166,10 +167,19 @@ async def collect(
     return answer
 
 
+async def connected(channel: grpc.aio.Channel) -> None:
+    """Waits for a connection, unless there is nobody. An attempt to connect has 0.1 s at first,
+    which may be too little on a busy machine, and a call that comes before would fail with it."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(CONNECT_LIMIT_S):
+            await channel.channel_ready()
+
+
 @asynccontextmanager
 async def client_of(mesh: Mesh, target: str = "", key: str = "") -> AsyncIterator[MeshClient]:
     """A client for the time of the block."""
     client = MeshClient(mesh, target, key)
+    await connected(client.channel)
     try:
         yield client
     finally:

@@ -128,6 +128,7 @@ class Steps:
 @asynccontextmanager
 async def steps_of(running: Mesh, good: mesh_pb2.SignedRunCredential) -> AsyncIterator[Steps]:
     async with open_channel(running.mesh_address("scheduler-0")) as channel:
+        await channel.channel_ready()
         yield Steps(mesh_pb2_grpc.SchedulerMeshServiceStub(channel), good)
 
 

@@ -203,6 +203,7 @@ async def test_a_long_result_is_a_preview_and_a_blob_that_holds_all_of_it(
     assert len(end.result_json.encode()) <= 500
     state = open_channel(running["state-0"].address)
     try:
+        await state.channel_ready()
         stored = await BlobServiceStub(state).GetBlob(
             values_pb2.GetBlobRequest(tenant="dev", owner=events[0].run_id, name=end.blob),
             timeout=5.0,

@@ -76,6 +76,7 @@ async def hold(client: QuotaClient, settings: dict[str, Any]) -> None:
 async def main() -> None:
     settings = json.loads(sys.stdin.readline())
     channel = open_channel(settings["address"])
+    await channel.channel_ready()
     client = QuotaClient(
         f"{settings['name']}:{time.time_ns()}",
         GrpcQuotaTransport(channel),

@@ -25,8 +25,9 @@ def say(event: str, **more: Any) -> None:
 
 async def main() -> None:
     settings = json.loads(sys.stdin.readline())
-    lease = Duration(seconds=1)
+    lease = Duration(seconds=2)
     async with open_channel(settings["address"]) as channel:
+        await channel.channel_ready()
         stub: Any = RunServiceStub(channel)
         claim = runs_pb2.ClaimRunsRequest(holder=settings["name"], runs_max=1, lease=lease)
         while not (claimed := (await stub.ClaimRuns(claim)).runs):

@@ -29,6 +29,8 @@ from tests.valkey import ValkeyProcess, valkey
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+CALL_S = 10.0  # deadline of a call
+SEEN_S = 6.0
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ async def test_a_lost_store_gives_typed_errors_in_time_and_heals_by_itself(
     async with state_service(store.url) as (_, channel):
         stub: Any = QuotaServiceStub(channel)
         ask = quota_pb2.GetQuotaUseRequest(tenant="t")
-        await stub.GetQuotaUse(ask, timeout=1.0)
+        await stub.GetQuotaUse(ask, timeout=CALL_S)
         if fault == "frozen":
             store.send(signal.SIGSTOP)
         else:
@@ -129,20 +131,20 @@ async def test_a_lost_store_gives_typed_errors_in_time_and_heals_by_itself(
         calls = [_failure(stub, ask) for _ in range(200)]
         reasons = Counter(await asyncio.gather(*calls))
         assert set(reasons) == {"STORE_UNAVAILABLE"}
-        # 0.2 s for an answer, as much for one of 32 connections.
-        assert time.monotonic() - began < 2.0
-        await until_health(channel, NOT_SERVING, 3.0)
+        # 0.2 s for an answer, as much for one of 32 connections; the rest is a busy machine's.
+        assert time.monotonic() - began < CALL_S / 2
+        await until_health(channel, NOT_SERVING, SEEN_S)
         if fault == "frozen":
             store.send(signal.SIGCONT)
         else:
             store.start()
-        await until_health(channel, SERVING, 3.0)
-        await stub.GetQuotaUse(ask, timeout=1.0)
+        await until_health(channel, SERVING, SEEN_S)
+        await stub.GetQuotaUse(ask, timeout=CALL_S)
 
 
 async def _failure(stub: Any, ask: quota_pb2.GetQuotaUseRequest) -> str:
     try:
-        await stub.GetQuotaUse(ask, timeout=5.0)
+        await stub.GetQuotaUse(ask, timeout=CALL_S)
     except grpc.aio.AioRpcError as error:
         return from_rpc_error(error).reason
     return "OK"
@@ -191,9 +193,9 @@ async def test_a_watch_sees_changes_survives_the_store_and_ends_with_the_service
         await stub.PutKey(tenants_pb2.PutKeyRequest(key=key), timeout=2.0)
         assert list((await call.read()).keys) == [key]
         store.send(signal.SIGSTOP)
-        await until_health(channel, NOT_SERVING, 3.0)
+        await until_health(channel, NOT_SERVING, SEEN_S)
         store.send(signal.SIGCONT)
-        await until_health(channel, SERVING, 3.0)
+        await until_health(channel, SERVING, SEEN_S)
         gone = tenants_pb2.DeleteTenantRequest(tenant="a")
         await stub.DeleteTenant(gone, timeout=2.0)
         deleted_tenants: list[str] = []

@@ -31,7 +31,7 @@ BACK_S = 2.0
 CHANGE_S = 2.0
 REFUSAL_S = 3.0  # a refused change: the store's own bound, twice, and the way there and back
 FROZEN_S = 4.0  # a call of a service that does not answer at all is given up after 3 s
-SHAPE = Shape(schedulers=2, state={"store_timeout_s": 0.3})
+SHAPE = Shape(schedulers=2, state={"store_timeout_s": 0.5})
 DURABLE = ("--appendfsync", "always")
 
 
