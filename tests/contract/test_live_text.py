@@ -16,7 +16,7 @@ from state_svc.adapters import valkey_text
 from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.adapters.valkey_text import STORE_S, ValkeyTexts
 from state_svc.domain.run_values import Lease, Position
-from tests.valkey import ValkeyProcess, valkey
+from tests.valkey import PATIENT_S, ValkeyProcess, valkey
 
 LEASE = Lease("a", "r", 10)
 AT, LATER = Position(1, 5), Position(2, 5)
@@ -54,7 +54,7 @@ def server() -> Iterator[ValkeyProcess]:
 
 @pytest.fixture
 async def world(server: ValkeyProcess) -> AsyncIterator[World]:
-    link = ValkeyLink(server.url)
+    link = ValkeyLink(server.url, PATIENT_S)
     await link.run(lambda client: client.flushdb())
     yield World(link, Clock())
     await link.close()

@@ -26,7 +26,7 @@ from sluice.quota.exchange import (
 from state_svc.adapters.memory_quota import MemoryQuotaStore
 from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.adapters.valkey_quota import ValkeyQuotaStore
-from tests.valkey import ValkeyProcess, valkey
+from tests.valkey import PATIENT_S, ValkeyProcess, valkey
 
 STEPS = 300
 START_MS = 1_800_000_000_000
@@ -117,7 +117,7 @@ class _History:
 async def test_script_and_book_answer_alike(server: ValkeyProcess, seed: int) -> None:
     history = _History(seed)
     tenant = f"tenant-{seed}"
-    link = ValkeyLink(server.url)
+    link = ValkeyLink(server.url, PATIENT_S)
     script = ValkeyQuotaStore(link)
     book = MemoryQuotaStore(clock_ms=lambda: history.clock_ms)
     try:
@@ -140,7 +140,7 @@ async def test_script_and_book_answer_alike(server: ValkeyProcess, seed: int) ->
 
 
 async def test_a_store_that_lost_the_script_is_taught_it_again(server: ValkeyProcess) -> None:
-    link = ValkeyLink(server.url)
+    link = ValkeyLink(server.url, PATIENT_S)
     store = ValkeyQuotaStore(link)
     try:
         for sequence in (1, 2):

@@ -23,7 +23,7 @@ from state_svc.adapters.watch_reads import WatchReads
 from state_svc.domain.run_values import Claimed, Position
 from state_svc.run_ports import Order
 from tests.contract.state_rig import LEASE_MS, a_run, an_append, lease_of
-from tests.valkey import valkey
+from tests.valkey import PATIENT_S, valkey
 
 POLL_S = 60.0
 SOON_S = 10.0  # also on a machine that stands still for a while
@@ -60,7 +60,7 @@ class World:
 @pytest.fixture
 async def world(urls: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(run_watch, "POLL_S", POLL_S)
-    durable, volatile = (ValkeyLink(url) for url in urls)
+    durable, volatile = (ValkeyLink(url, PATIENT_S) for url in urls)
     for link in (durable, volatile):
         await link.run(lambda client: client.flushdb())
     runs = ValkeyRuns(durable)

@@ -22,7 +22,7 @@ from state_svc.adapters.valkey_link import ValkeyLink
 from state_svc.document_ports import CollectionUnknownError
 from state_svc.domain.documents import ChunkText, Draft, NewChunk, Query, index_record
 from state_svc.domain.words import terms_of
-from tests.valkey import ValkeyProcess, valkey
+from tests.valkey import PATIENT_S, ValkeyProcess, valkey
 
 WAIT_S = 10.0
 VECTOR = np.array([1, 0], dtype=np.float32)
@@ -40,7 +40,7 @@ async def store(request: pytest.FixtureRequest, server: ValkeyProcess) -> AsyncI
     if request.param == "memory":
         yield MemoryDocuments()
         return
-    link = ValkeyLink(server.url, timeout_s=5.0)
+    link = ValkeyLink(server.url, PATIENT_S)
     await link.run(lambda client: client.flushdb())
     yield ValkeyDocuments(link)
     await link.close()

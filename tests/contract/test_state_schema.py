@@ -9,13 +9,13 @@ from redis.asyncio import Redis
 
 from state_svc.adapters.schema import KEY, SchemaTooNewError, ensure_schema
 from state_svc.adapters.valkey_link import ValkeyLink
-from tests.valkey import valkey
+from tests.valkey import PATIENT_S, valkey
 
 
 @pytest.fixture
 async def link() -> AsyncIterator[ValkeyLink]:
     with valkey() as server:
-        opened = ValkeyLink(server.url)
+        opened = ValkeyLink(server.url, PATIENT_S)
         yield opened
         await opened.close()
 

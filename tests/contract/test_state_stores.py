@@ -37,7 +37,7 @@ from state_svc.ports import (
     UsageStore,
     VersionConflictError,
 )
-from tests.valkey import ValkeyProcess, valkey
+from tests.valkey import PATIENT_S, ValkeyProcess, valkey
 
 DECISIONS_MAX = 5
 
@@ -66,7 +66,7 @@ async def stores(request: pytest.FixtureRequest, server: ValkeyProcess) -> Async
             MemoryQuotaStore(),
         )
         return
-    link = ValkeyLink(server.url)
+    link = ValkeyLink(server.url, PATIENT_S)
     await link.run(lambda client: client.flushdb())
     yield Stores(
         ValkeyRegistry(link),
@@ -150,7 +150,7 @@ async def test_a_tenant_of_many_keys_is_deleted_at_once(stores: Stores) -> None:
 
 
 async def test_a_foreign_record_hides_no_other(server: ValkeyProcess) -> None:
-    link = ValkeyLink(server.url)
+    link = ValkeyLink(server.url, PATIENT_S)
     registry = ValkeyRegistry(link)
     await link.run(lambda client: client.flushdb())
     await registry.put(Kind.TENANTS, "a", b"one")

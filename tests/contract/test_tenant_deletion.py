@@ -52,7 +52,7 @@ from state_svc.ports import (
     UsageStore,
 )
 from tests.contract.state_rig import LEASE_MS, a_run, an_append, lease_of
-from tests.valkey import ValkeyProcess, valkey
+from tests.valkey import PATIENT_S, ValkeyProcess, valkey
 
 LONG_MS = 60_000
 AT = Position(1, 0)
@@ -104,7 +104,9 @@ def server() -> Iterator[ValkeyProcess]:
 @pytest.fixture
 async def links(server: ValkeyProcess) -> AsyncIterator[list[ValkeyLink]]:
     """The durable store and the volatile one: two databases of one server."""
-    opened = [ValkeyLink(server.url), ValkeyLink(server.url.removesuffix("0") + "1")]
+    opened = [
+        ValkeyLink(url, PATIENT_S) for url in (server.url, server.url.removesuffix("0") + "1")
+    ]
     await opened[0].run(lambda client: client.flushall())
     yield opened
     for link in opened:

@@ -22,7 +22,7 @@ from state_svc.ports import (
     ValueLimits,
     VersionConflictError,
 )
-from tests.valkey import ValkeyProcess, valkey
+from tests.valkey import PATIENT_S, ValkeyProcess, valkey
 
 LONG_MS = 60_000
 LIMITS = ValueLimits(items_max=5, bytes_max=1_000)
@@ -46,7 +46,7 @@ async def stores(request: pytest.FixtureRequest, server: ValkeyProcess) -> Async
     if request.param == "memory":
         yield Stores(MemoryValues(LIMITS), MemoryBlobs(LIMITS))
         return
-    link = ValkeyLink(server.url)
+    link = ValkeyLink(server.url, PATIENT_S)
     await link.run(lambda client: client.flushdb())
     yield Stores(ValkeyValues(link, LIMITS), ValkeyBlobs(link, LIMITS), link)
     await link.close()

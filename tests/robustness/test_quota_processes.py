@@ -31,6 +31,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 CALL_S = 10.0  # deadline of a call
 SEEN_S = 6.0
+STORE_S = 1.0  # where no answer of the store is to be missing
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ async def test_two_schedulers_reach_the_limit_exactly_although_one_is_stopped(
     store: ValkeyProcess,
 ) -> None:
     """Mutant: a lease is spent without looking at its end."""
-    async with state_service(store.url) as (service, _):
+    async with state_service(store.url, STORE_S) as (service, _):
         # A busy machine answers late; only the store's word counts here.
         both = (_load("a", wait_s=2.0), _load("b", wait_s=2.0))
         with holders(service.address, *both) as (a, b):
@@ -82,7 +83,7 @@ async def test_two_schedulers_reach_the_limit_exactly_although_one_is_stopped(
 async def test_what_a_killed_scheduler_held_returns_within_seconds(store: ValkeyProcess) -> None:
     """Mutant: a dead holder is only reaped when somebody registers."""
     limits = {"concurrent_requests": 5}
-    async with state_service(store.url) as (service, _):
+    async with state_service(store.url, STORE_S) as (service, _):
         held = {"mode": "hold", "count": 5, "tokens": 1, "limits": limits, "wait_s": 2.0}
         with holders(service.address, {"name": "a", **held}) as (a,):
             assert (await a.line("holding"))["count"] == 5
@@ -100,7 +101,7 @@ async def test_a_stopped_scheduler_starts_nothing_that_others_were_given(
     """Mutant: may_start trusts the epoch that it knows."""
     limits = {"concurrent_requests": 3}
     held = {"mode": "hold", "count": 3, "tokens": 1, "limits": limits, "wait_s": 2.0}
-    async with state_service(store.url) as (service, _):
+    async with state_service(store.url, STORE_S) as (service, _):
         with holders(service.address, {"name": "a", **held}) as (a,):
             assert (await a.line("holding"))["count"] == 3
             a.send(signal.SIGSTOP)
@@ -178,7 +179,7 @@ async def test_a_watch_sees_changes_survives_the_store_and_ends_with_the_service
     store: ValkeyProcess,
 ) -> None:
     """Mutant: the watch ends when the store does."""
-    async with state_service(store.url) as (service, channel):
+    async with state_service(store.url, STORE_S) as (service, channel):
         stub: Any = TenantServiceStub(channel)
         call = stub.WatchTenants(tenants_pb2.WatchTenantsRequest())
         first = await call.read()

@@ -49,7 +49,7 @@ class Service:
     """The state service, which dies once and is started again."""
 
     def __init__(self, store: ValkeyProcess) -> None:
-        self.process = StateProcess(store.url, timeout_s=0.5)
+        self.process = StateProcess(store.url, timeout_s=2.0)
         self.deaths = 0
 
     async def keep(self) -> None:
