@@ -245,6 +245,9 @@ def status_of(error: Exception) -> int:
         case ModuleNotFoundError():
             fail_line(f"the module {error.name} is not there: run `make env protos`")
             return EXIT_FAILED
+        case UnicodeError():  # an argument or standard input; messages are UTF-8
+            fail_line("what was given is not text in UTF-8")
+            return EXIT_USAGE
         case OSError() if error.filename:
             fail_line(f"{error.filename}: {error.strerror}")
             return EXIT_FAILED

@@ -60,6 +60,8 @@ def find_files(paths: Sequence[Path]) -> Iterator[Found]:
                     warn_line(f"{file} is passed over: its suffix says no known kind of text")
                 continue
             name = file.relative_to(path).as_posix() if file != path else file.name
+            if name.encode(errors="ignore").decode() != name:
+                raise typer.BadParameter(f"the name {name!a} is not UTF-8")
             if name in named:
                 raise typer.BadParameter(f"{named[name]} and {file} would both be {name!r}")
             named[name] = file

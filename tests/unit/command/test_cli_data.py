@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +80,12 @@ def test_what_cannot_be_stored_is_said_without_asking(
     file.write_bytes(content)
     with pytest.raises(doc_files.UnfitFileError, match=problem):
         doc_files.content_of(doc_files.Found(file, "picture.txt", "text/plain"))
+
+
+def test_a_file_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"a\xff.md")).write_text("text")
+    with pytest.raises(typer.BadParameter, match=r"'a\\udcff\.md' is not UTF-8"):
+        list(doc_files.find_files([tmp_path]))
 
 
 def test_two_files_of_one_name_are_refused(folder: Path) -> None:

@@ -87,6 +87,7 @@ def test_a_quota_that_the_message_names_already_is_not_repeated() -> None:
         (NotReadyError("a", "late"), 1),
         (ModuleNotFoundError("x", name="x"), 1),
         (FileNotFoundError(2, "No such file", "/x"), 1),
+        (UnicodeEncodeError("utf-8", "secret text\udcff", 11, 12, "no surrogates"), 2),
         (RuntimeError("secret text"), 1),
     ],
     ids=lambda value: type(value).__name__,
