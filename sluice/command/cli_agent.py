@@ -96,7 +96,7 @@ def run(
     key_file: KeyFileOption = None,
 ) -> None:
     """Start a run and watch it to its end. It goes on when this command is interrupted. A limit
-    beyond the mesh's own is lowered to that, and said."""
+    beyond the tenant's or the mesh's is lowered to that, and said."""
     from sluice.command import run_watch
     from sluice.scheduler.v1 import runs_pb2
 

@@ -74,6 +74,9 @@ def show(
     except KeyboardInterrupt:
         teller.close()
         _goes_on(run_id)
+        if asked is not None and not begun:
+            line = f"{own_command('agent', 'list')} shows whether it began"
+            errors().print(Text(line), soft_wrap=True)
         return EXIT_INTERRUPTED
     except Exception as error:
         teller.close()

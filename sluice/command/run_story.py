@@ -141,7 +141,7 @@ def lowered(asked: runs_pb2.RunBudget, granted: runs_pb2.RunBudget) -> Iterator[
             continue
         wanted, given = _amount(asked, name), _amount(granted, name)
         if given < wanted:
-            yield f"{option}: lowered from {wanted:.15g} to {given:.15g}, the mesh's limit"
+            yield f"{option}: lowered from {wanted:.15g} to {given:.15g}, the most allowed here"
 
 
 _LIMITS: Final[dict[_Limit, str]] = {

@@ -120,7 +120,7 @@ def test_a_budget_that_is_used_up_is_no_busy_mesh_and_what_was_lowered_is_said(
     done = sluice(running, *task, "--budget-steps", "3", "--budget-calls", "1000000")
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("BUDGET_STEPS") == 1
-    assert "--budget-calls: lowered from 1000000 to 100, the mesh's limit" in done.stderr
+    assert "--budget-calls: lowered from 1000000 to 100, the most allowed here" in done.stderr
     assert "--budget-steps: lowered" not in done.stderr
 
 

@@ -267,6 +267,17 @@ def test_a_run_whose_events_were_given_up_says_so(capsys: pytest.CaptureFixture[
     assert "given up" not in capsys.readouterr().err
 
 
+def test_who_interrupts_a_start_hears_where_to_look(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt() -> runs_pb2.RunEvent:
+        raise KeyboardInterrupt
+
+    client: Any = None
+    events = (interrupt() for _ in range(1))
+    asked = runs_pb2.RunBudget()
+    assert run_show.show(client, events, as_json=False, asked=asked) == 130
+    assert capsys.readouterr().err.endswith("agent list shows whether it began\n")
+
+
 def test_a_result_that_was_given_up_is_not_called_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     last = runs_pb2.RunEvent(sequence=9, run_id="r", ended=runs_pb2.RunEnded())
     monkeypatch.setattr(run_watch, "so_far", lambda *_: iter([last]))

@@ -186,9 +186,9 @@ def test_limits_that_were_lowered_are_said_and_no_others() -> None:
     granted = runs_pb2.RunBudget(steps_max=50, tokens_max=100, tool_calls_max=100, cost_max=1.0)
     granted.wall_time_max.seconds = 3600
     assert list(lowered(asked, granted)) == [
-        "--budget-steps: lowered from 100 to 50, the mesh's limit",
-        "--budget-time (s): lowered from 7200 to 3600, the mesh's limit",
-        "--budget-cost: lowered from 2.5 to 1, the mesh's limit",
+        "--budget-steps: lowered from 100 to 50, the most allowed here",
+        "--budget-time (s): lowered from 7200 to 3600, the most allowed here",
+        "--budget-cost: lowered from 2.5 to 1, the most allowed here",
     ]
     assert list(lowered(asked, runs_pb2.RunBudget())) == []
     assert list(lowered(runs_pb2.RunBudget(), granted)) == []
