@@ -68,7 +68,7 @@ class DocumentsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         _check_new(request.document_id)
         content = _content(request)
         _check_labels(request.labels)
-        model = self._parts.catalog.resolve("", tenant, embeds=True)
+        model = self._embedding_model(tenant)
         stored = await self._stored(request, content, tenant)
         assert self._parts.store is not None
         new = NewRun(
@@ -188,6 +188,14 @@ class DocumentsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
         found = await answered(self._stub.SearchChunks(message, timeout=time_limit_s()))
         return data_pb2.SearchDocumentsResponse(hits=map(_hit, found.hits))
+
+    def _embedding_model(self, tenant: Tenant) -> str:
+        """The deployment's. Raises as the catalog, without a field: a document names no model."""
+        try:
+            return self._parts.catalog.resolve("", tenant, embeds=True)
+        except SluiceError as error:
+            error.fields = ()
+            raise
 
     async def _stored(
         self, request: data_pb2.PutDocumentRequest, content: bytes, tenant: Tenant

@@ -139,6 +139,8 @@ class Models:
     def resolve(self, name: str, tenant: Tenant, *, embeds: bool = False) -> str:
         if name not in ("", "m", "alias"):
             raise not_found("MODEL_UNKNOWN", "no such model for this tenant")
+        if embeds and not tenant.may_use("e"):
+            raise not_found("MODEL_UNKNOWN", "no such model for this tenant", field="model")
         return "e" if embeds else "m"
 
     def default_embedding(self, tenant: Tenant) -> str:

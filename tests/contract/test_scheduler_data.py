@@ -227,6 +227,15 @@ async def test_a_document_is_stored_and_one_run_makes_it_searchable(rig: Rig) ->
     assert (list(credential.models), credential.priority_class) == (["e"], 4)
 
 
+async def test_a_tenant_without_the_embedding_model_stores_no_document(rig: Rig) -> None:
+    rig.names.change("a", models=frozenset(("m",)))
+    error = await rig.refused("PutDocument", document())
+    assert (error.code, error.reason) == (Code.NOT_FOUND, "MODEL_UNKNOWN")
+    assert not error.fields, "a document has no field for a model"
+    listing = data_pb2.ListDocumentsRequest(collection="manuals")
+    assert (await rig.refused("ListDocuments", listing)).reason == "COLLECTION_UNKNOWN"
+
+
 async def test_a_document_may_come_as_text(rig: Rig) -> None:
     """For JSON, where bytes are base64; a plain text in their place is told so."""
     put = await rig.ask("PutDocument", document(content=b"", text="Grüße"))
