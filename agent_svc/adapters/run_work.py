@@ -18,7 +18,7 @@ from agent_svc.adapters.held_run import HeldRun, persistently
 from agent_svc.adapters.ingest_run import IngestRun
 from agent_svc.adapters.journal import Journal
 from agent_svc.adapters.task_run import Manner, TaskRun, TaskWorld
-from agent_svc.domain.ending import Bounds, Finish, after_refusal, overdue, unread
+from agent_svc.domain.ending import Bounds, Finish, after_refusal, overdue, time_is_up, unread
 from agent_svc.domain.history import fold
 from agent_svc.domain.model import End, Ended, Event, Queued
 from agent_svc.run_ports import (
@@ -158,9 +158,10 @@ class RunWork:
         return await TaskRun(held, journal, spec, world, manner, self.counts).run()
 
     async def _give_back(self, held: HeldRun) -> None:
-        """For somebody who understands it; one that is cancelled ends all the same."""
-        if held.claimed.cancelled:
-            await self._give_up(held, unread())
+        """For somebody who understands it; one that is cancelled or out of time ends here."""
+        claimed = held.claimed
+        if claimed.cancelled or claimed.to_end:
+            await self._give_up(held, unread(None if claimed.cancelled else time_is_up()))
             return
         ready_s = round(self._outside.wall(), 6) + UNREADABLE_PAUSE_S
         await self._append(held, (), Phase.PAUSED, ready_s)

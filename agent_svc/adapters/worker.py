@@ -88,6 +88,9 @@ class Worker:
         self._idle.set()
         self._draining = False
         self._claims_over = asyncio.Event()
+        self._claiming = False
+        # Runs that were cancelled while a claim was under way, which may be bringing them.
+        self._cancelled: set[tuple[str, RunId]] = set()
         self._endings_s = float("-inf")  # when runs that are to be ended were last asked for
 
     # --- what others see -------------------------------------------------------------------------
@@ -192,7 +195,12 @@ class Worker:
         sent = self._clock()
         if free.endings:
             self._endings_s = sent
-        claims = await self._runs.claim(self._holder, free, self._limits.lease_s)
+        self._cancelled.clear()
+        self._claiming = True
+        try:
+            claims = await self._runs.claim(self._holder, free, self._limits.lease_s)
+        finally:
+            self._claiming = False
         self.claims += 1
         if claims.runs:
             fault_point("agent.claimed")
@@ -218,6 +226,8 @@ class Worker:
         held.task = group.create_task(self._one(key, held))
         if self._draining:
             held.drain()
+        if key in self._cancelled:
+            held.cancel()
 
     async def _one(self, key: tuple[str, RunId], held: HeldRun) -> None:
         try:
@@ -280,7 +290,11 @@ class Worker:
                     backoff_s = BACKOFF_MIN_S
                     if order is None or not order.cancelled:
                         self._wake.set()
-                    elif (held := self._held.get((order.tenant, order.run_id))) is not None:
+                        continue
+                    key = (order.tenant, order.run_id)
+                    if self._claiming:
+                        self._cancelled.add(key)
+                    if (held := self._held.get(key)) is not None:
                         held.cancel()
             except SluiceError as error:
                 if error.code is not Code.UNAVAILABLE:

@@ -94,6 +94,13 @@ def run_too_long() -> SluiceError:
     )
 
 
+def time_is_up() -> SluiceError:
+    """As :func:`out_of_time`, of a run whose history is not read."""
+    return SluiceError(
+        Code.DEADLINE_EXCEEDED, "BUDGET_WALL_TIME", "The run's limit of time is used up."
+    )
+
+
 def unread(error: SluiceError | None = None) -> Ended:
     """The end of a run whose history is not read: by its failure, or cancelled."""
     if error is None:

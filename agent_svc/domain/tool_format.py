@@ -430,6 +430,8 @@ def _answer(answer: object, ask: Ask) -> str:
     if ask.answer_schema is None:
         if not isinstance(answer, str):
             raise ReplyError("The answer must be text.")
+        if ask.asked_for and not ask.again and not answer.strip():
+            raise ReplyError(NO_ANSWER)
         if ask.asked_for and not ask.again and only_repeats(answer, (ask.asked_for, *_SAID)):
             raise ReplyError(REPEATS)
         return _sound(answer)
@@ -488,8 +490,8 @@ class AnswerText:
                 return ""
             self._either = False
             piece = piece.lstrip()
-            if piece[0] == "{":
-                self._plain, self._field = False, AnswerField()
+            self._plain = False
+            self._field = AnswerField() if piece[0] == "{" else MarkedText(())
         if self._plain:
             return piece
         return self._field.push(piece) if self._field is not None else ""

@@ -70,7 +70,7 @@ def read_structured(text: str, *, cut_off: bool, typed: bool = False) -> Written
 def read_words(text: str) -> Written:
     """A reply that was to be an answer in words. One in the form of earlier steps is understood all
     the same, also with quotation marks that are not escaped."""
-    said = text.strip()
+    said = _without_thoughts(text)
     if not said:
         raise ReplyError(NO_ANSWER)
     head = _ANSWER_HEAD.match(said)
@@ -130,11 +130,13 @@ def read_hermes(text: str) -> Written:
 
 
 def read_llama3(text: str) -> Written:
-    """Llama 3: ``{"name": ..., "parameters": ...}``, several joined by semicolons; may begin with
-    ``<|python_tag|>``."""
-    said = _without_thoughts(text).removeprefix(LLAMA_MARKS[0]).strip()
-    if not said.startswith("{"):
-        return _answered(said.partition(LLAMA_MARKS[0])[0])
+    """Llama 3: ``{"name": ..., "parameters": ...}``, several joined by semicolons; words may stand
+    before, then ``<|python_tag|>``."""
+    said = _without_thoughts(text)
+    words, mark, marked = said.partition(LLAMA_MARKS[0])
+    said = marked.strip() if mark else said
+    if not mark and not said.startswith("{"):
+        return _answered(words)
     return Written(
         calls=_counted([_call(_json(part), "name", "parameters") for part in _objects(said)])
     )

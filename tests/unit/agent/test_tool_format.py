@@ -1040,3 +1040,38 @@ def test_what_names_a_tool_is_a_call_also_where_it_would_be_a_typed_answer() -> 
     asked = ask(task(answer_schema={"type": "object"}), [], Options(format=Format.LLAMA3))
     reply = read('{"name": "clock", "parameters": {}}', "stop", asked, 1)
     assert [made.name for made in reply.message.tool_calls] == ["clock"]
+
+
+def test_a_llama_call_after_words_is_made() -> None:
+    asked = ask(task(), [], Options(format=Format.LLAMA3))
+    text = 'Let me look.\n<|python_tag|>{"name": "search", "parameters": {"query": "x"}}<|eom_id|>'
+    assert [made.name for made in read(text, "stop", asked, 1).message.tool_calls] == ["search"]
+    assert read("Look.<|python_tag|>search.call(", "stop", asked, 1).problem
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (Format.STRUCTURED, '{"answer": " "}'),
+        *((form, text) for form in NATIVE for text in ("", "<think>It may be")),
+    ],
+)
+def test_an_answer_without_words_is_asked_for_once_more(form: Format, text: str) -> None:
+    """A model that thinks until it is cut off has said nothing."""
+    options = Options(format=form)
+    first = read(text, "length", ask(task(), [], options), 1)
+    assert first.problem == NO_ANSWER
+    again = ask(task(), events(step(1, first, cut_off=True)), options)
+    assert read(text, "stop", again, 2).problem == ""
+
+
+def test_thoughts_are_no_part_of_an_answer_in_words() -> None:
+    first, second = wrote(("clock", {})), wrote(("clock", {}), number=3)
+    kinds = (first, ended(1, 1, '"noon"'), second, ended(3, 1, '"noon"'))
+    asked = ask(task(), events(*kinds), STRUCTURED)
+    assert asked.after_calls
+    text = "<think>The clock says noon.</think>\nIt is noon."
+    assert read(text, "stop", asked, 5) == Reply(Message("assistant", "It is noon."))
+    live = AnswerText(asked)
+    assert "".join(map(live.push, text)).strip() == "It is noon."
+    assert read("<think>So", "length", asked, 5).problem == NO_ANSWER

@@ -27,9 +27,18 @@ from agent_svc.domain.model import (
     ToolInfo,
     Waiting,
 )
-from agent_svc.domain.slots import SHARES, Shares, room
+from agent_svc.domain.slots import SHARES, Room, Shares, room
 from agent_svc.ports import ToolError
-from agent_svc.run_ports import DocumentContent, IngestSpec, Phase, Spec
+from agent_svc.run_ports import (
+    Claims,
+    DocumentContent,
+    IngestSpec,
+    LeaseKey,
+    Phase,
+    Spec,
+    StoredEvents,
+    UnreadableError,
+)
 from sluice.clock import run_virtual
 from sluice.errors import Code, SluiceError, exhausted, unavailable
 from tests.unit.agent.world import TOOLS, WIDE, Run, ScriptedTools, World, answer, calls
@@ -577,6 +586,24 @@ async def test_a_run_is_handed_over_though_its_tools_are_not_listed_in_time(worl
 
 
 @virtual
+async def test_a_cancel_that_comes_while_its_run_is_claimed_is_not_missed(world: World) -> None:
+    state, inner = world.state, world.state.claim
+
+    async def late(holder: str, room: Room, lease_s: float) -> Claims:
+        claims = await inner(holder, room, lease_s)
+        await asyncio.sleep(0.05 if claims.runs else 0.0)
+        return claims
+
+    state.claim = late  # type: ignore[method-assign]
+    world.script.model_s = 60.0
+    run = world.run()
+    world.agent()
+    await world.until(lambda: run.phase is Phase.RUNNING)
+    state.cancel(run)
+    assert await world.until(lambda: run.phase is Phase.CANCELLED) < 0.2
+
+
+@virtual
 async def test_a_run_that_waits_is_cancelled_too(world: World) -> None:
     world.script.replies = [calls(("sign", {"n": 1}))]
     run = world.run()
@@ -1068,3 +1095,19 @@ async def test_a_run_of_a_version_not_understood_is_left_for_a_newer_agent(world
     world.state.cancel(run)
     await world.until_ended(run, limit_s=1.0)
     assert end_reason(run) == "RUN_CANCELLED"
+
+
+@virtual
+async def test_a_run_that_is_never_understood_ends_with_its_wall_time(world: World) -> None:
+    world.script.replies = [exhausted("QUEUE_FULL", "x", 20.0)]
+    run = world.run(budget=replace(WIDE, wall_time_s=90.0))
+    world.agent()
+    await world.until(lambda: run.phase is Phase.PAUSED)
+
+    async def read(lease: LeaseKey, bytes_max: int) -> StoredEvents:
+        raise UnreadableError
+
+    world.state.read = read  # type: ignore[method-assign]
+    await world.until_ended(run)
+    assert end_reason(run) == "BUDGET_WALL_TIME"
+    assert 90 < run.events[-1].time_s - run.create_s < 160
