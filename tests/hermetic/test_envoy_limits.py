@@ -318,7 +318,7 @@ def test_an_edge_without_schedulers_refuses_at_once(tmp_path: Path) -> None:
     with edge(tmp_path, [], schedulers=("127.0.0.1:1",)) as running:
         begin = time.monotonic()
         answer = httpx.post(f"{running.url}/chat", json={"prompt": "x"})
-        assert time.monotonic() - begin < 1
+        assert time.monotonic() - begin < 3
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert answer.json()["details"][0]["reason"] == "NO_SCHEDULER"
         assert httpx.get(f"{running.url}/healthz").status_code == 503

@@ -368,7 +368,7 @@ async def test_the_deadline_shrinks_by_what_a_start_waits_here() -> None:
         )
         ended = await scheduler.peer("a").over(0)
         assert ended.outputs[0].finish_reason == result_pb2.FINISH_REASON_DEADLINE
-        assert time.monotonic() - began < 0.5 + 0.2
+        assert time.monotonic() - began < 0.5 + 2.0  # of the 100 s that it wants
         await scheduler.stop()
 
 

@@ -18,7 +18,7 @@ import pytest_asyncio
 from tests.hermetic.mesh import Mesh, Shape, mesh
 from tests.hermetic.mesh_client import Answer, MeshClient, client_of, collect, eventually
 
-TOKENS = 250
+TOKENS = 500
 LONG = {"temperature": 0.0, "max_tokens": TOKENS}
 STEP_MS = 12.0
 WHOLE_S = TOKENS * STEP_MS / 1e3
@@ -31,6 +31,19 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     shape = Shape(dict.fromkeys(INSTANCES, profile), scheduler={"drain_run_max_s": 0.3})
     with mesh(tmp_path_factory.mktemp("moves"), shape) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def known() -> list[Answer]:
+    """Holds the answer without a fault, once a test has asked for it."""
+    return []
+
+
+@pytest_asyncio.fixture
+async def want(client: MeshClient, known: list[Answer]) -> Answer:
+    if not known:
+        known.append((await client.generate("move", return_token_ids=True, sampling=LONG)).ok)
+    return known[0]
 
 
 @pytest_asyncio.fixture
@@ -63,11 +76,10 @@ def is_whole(answer: Answer, want: Answer) -> bool:
 
 
 async def test_urgent_work_does_not_wait_for_batch_work_which_loses_nothing(
-    client: MeshClient,
+    client: MeshClient, want: Answer
 ) -> None:
     """Every place is taken by batch work; it ends as if nothing had happened, but later."""
     loop = asyncio.get_running_loop()
-    want = (await client.generate("move", return_token_ids=True, sampling=LONG)).ok
     batch = [await begun(client, "PRIORITY_CLASS_BATCH") for _ in INSTANCES]
     await asyncio.sleep(1.2)  # who has just begun is left alone for a second
     began = loop.time()
@@ -75,7 +87,7 @@ async def test_urgent_work_does_not_wait_for_batch_work_which_loses_nothing(
         "now", sampling={"max_tokens": 5}, priority_class="PRIORITY_CLASS_CRITICAL"
     )
     assert urgent.ok.finished.attempts == 1
-    assert loop.time() - began < 1.0
+    assert loop.time() - began < WHOLE_S / 2
     assert not any(task.done() for task, _ in batch)
     attempts = []
     for task, _ in batch:
@@ -87,10 +99,9 @@ async def test_urgent_work_does_not_wait_for_batch_work_which_loses_nothing(
 
 @pytest.mark.timeout(60)
 async def test_an_instance_that_is_told_to_stop_hands_its_long_streams_over(
-    client: MeshClient, running: Mesh
+    client: MeshClient, running: Mesh, want: Answer
 ) -> None:
     loop = asyncio.get_running_loop()
-    want = (await client.generate("move", return_token_ids=True, sampling=LONG)).ok
     task, answer = await begun(client, "PRIORITY_CLASS_STANDARD")
     instance = answer.started.instance
     began = loop.time()
