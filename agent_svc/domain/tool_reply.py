@@ -223,14 +223,14 @@ def _counted(calls: list[WrittenCall] | tuple[WrittenCall, ...]) -> tuple[Writte
 
 
 def _call(value: object, name: str, arguments: str) -> WrittenCall:
-    """A call from its object; arguments may be left out, and may be JSON as text."""
+    """A call from its object; arguments may be left out or empty, and may be JSON as text."""
     if not isinstance(value, dict) or not isinstance(value.get(name), str):
         raise _unreadable()
     given = value.get(arguments)
     if given is None:
         given = value.get("arguments", {}) or {}
     if isinstance(given, str):
-        given = _json(given)
+        given = _json(given) if given.strip() else {}
     identifier = value.get("id")
     return WrittenCall(value[name], given, identifier if isinstance(identifier, str) else "")
 

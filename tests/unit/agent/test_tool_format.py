@@ -1075,3 +1075,11 @@ def test_thoughts_are_no_part_of_an_answer_in_words() -> None:
     live = AnswerText(asked)
     assert "".join(map(live.push, text)).strip() == "It is noon."
     assert read("<think>So", "length", asked, 5).problem == NO_ANSWER
+
+
+def test_empty_arguments_are_none() -> None:
+    asked = ask(task(), [], STRUCTURED)
+    reply = read('{"tool": "clock", "arguments": ""}', "stop", asked, 1)
+    assert [made.arguments_json for made in reply.message.tool_calls] == ["{}"]
+    reply = read('{"tool": "search", "arguments": ""}', "stop", asked, 1)
+    assert reply.problem == 'Wrong arguments of search: it needs "query".'
