@@ -366,6 +366,8 @@ class _Body(httpx2.AsyncByteStream):
                 if size > self._caps.body_bytes_max:
                     raise ResponseRefusedError(Cap.SIZE)
                 yield piece
+        if wire and self._decoder is not None and not self._decoder.eof:  # a part of an answer
+            raise ResponseRefusedError(Cap.ENCODING)
 
     async def _next(self, chunks: AsyncIterator[bytes]) -> bytes | None:
         try:

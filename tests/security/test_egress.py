@@ -6,7 +6,7 @@ that the canaries saw (none), and the typed refusal. Deterministic, no seed.
 
 Mutants: egress_address_not_checked, egress_name_resolved_twice, egress_url_not_checked,
 egress_size_of_wire_only, egress_no_size, egress_no_total_time, egress_any_media_type,
-lookups_not_shared.
+lookups_not_shared, egress_part_taken_for_whole.
 """
 
 from __future__ import annotations
@@ -226,11 +226,14 @@ async def test_a_compressed_answer_is_read_within_its_caps() -> None:
         "/twice": fixed(gzip.compress(gzip.compress(body)), content_encoding="gzip, gzip"),
         "/broken": fixed(b"not gzip", content_encoding="gzip"),
         "/more": fixed(gzip.compress(body) + b"more", content_encoding="gzip"),
+        "/less": fixed(gzip.compress(body)[:-9], content_encoding="gzip"),
+        "/empty": fixed(b"", content_encoding="gzip"),
     }
     async with to(answers) as (one, server, url):
         for path in ("/gzip", "/deflate"):
             assert (await get(one, url + path)).content == body
-        for path in ("/br", "/twice", "/broken", "/more"):
+        assert (await get(one, url + "/empty")).content == b""
+        for path in ("/br", "/twice", "/broken", "/more", "/less"):
             with pytest.raises(ResponseRefusedError) as refused:
                 await get(one, url + path)
             assert refused.value.cap is Cap.ENCODING

@@ -5,7 +5,8 @@ span, a metric or an error. Method: a canary in each place, every way for a call
 debug, telemetry to a real receiver. Oracle: the canaries are nowhere but at the tool's server and
 in the result of the call. Deterministic.
 
-Mutants: secrets_not_hidden, runner_logs_arguments, runner_passes_exception_texts.
+Mutants: secrets_not_hidden, secrets_spelt_with_escapes, runner_logs_arguments,
+runner_passes_exception_texts.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ SCHEMA = json.dumps({"type": "object", "properties": {"q": {"type": "string"}}})
 ANSWERS: dict[str, Answer] = {
     "/ok": fixed(json.dumps({"a": RESULT}).encode()),
     "/echo": fixed(f"Bearer {SECRET} {SECRET}".encode(), media_type="text/plain"),
+    # As some servers spell characters in JSON: hidden in the text is not hidden in what is parsed.
+    "/escaped": fixed(b'{"a": ["%s"]}' % "".join(f"\\u{ord(one):04x}" for one in SECRET).encode()),
     "/large": fixed(json.dumps(RESULT * 1000).encode()),
     "/huge": endless(RESULT.encode() * 1000, 1 << 24),
     "/500": fixed(RESULT.encode(), "500 Oops"),

@@ -101,10 +101,18 @@ class Exchange:
         if "json" in response.headers.get("content-type", ""):
             try:
                 body = json.loads(text, parse_constant=str)  # NaN is no JSON
+                if "\\" in text:  # what was spelt with escapes is plain only now
+                    body = self._hidden(body)
             except (ValueError, RecursionError):
                 body = text
         answer = {"status": response.status_code, "body": body}
         return ToolResult(json.dumps(answer, ensure_ascii=False, separators=(",", ":")))
+
+    def _hidden(self, body: object) -> object:
+        """The body; as a text without the secrets if one is in it."""
+        shown = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+        hidden = self.secrets.hide(shown)
+        return body if hidden == shown else hidden
 
 
 def _server_failure(status: int) -> ToolError:

@@ -21,7 +21,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -246,20 +246,37 @@ class SqliteDatabase:
         return connection
 
 
+class _FullError(Exception):
+    """A row has more text than the answer may have; it is not made whole."""
+
+
 def _rows(connection: sqlite3.Connection, sql: str, rows_max: int, bytes_max: int) -> Table:
+    room = bytes_max  # of the texts as they are; as JSON they take no less
+
+    def text_of(raw: bytes) -> str:
+        nonlocal room
+        room -= len(raw)
+        if room < 0:
+            raise _FullError
+        return raw.decode("utf-8", "replace")
+
+    connection.text_factory = text_of
     cursor = connection.execute(sql)
     if cursor.description is None:
         raise ToolError("TOOL_REFUSED", "The statement gives no rows.", made=False)
     columns = [str(column[0]) for column in cursor.description]
     rows: list[list[Cell]] = []
     left = bytes_max - len(json.dumps(columns)) - 64
-    for row in cursor:
-        cells = [_cell(value) for value in row]
-        left -= len(json.dumps(cells, ensure_ascii=False).encode()) + 1
-        if len(rows) >= rows_max or left < 0:
-            return Table(columns, rows, cut=True)
-        rows.append(cells)
-    return Table(columns, rows, cut=False)
+    with suppress(_FullError):
+        for row in cursor:
+            cells = [_cell(value) for value in row]
+            left -= len(json.dumps(cells, ensure_ascii=False).encode()) + 1
+            if len(rows) >= rows_max or left < 0:
+                break
+            rows.append(cells)
+        else:
+            return Table(columns, rows, cut=False)
+    return Table(columns, rows, cut=True)
 
 
 def _cell(value: object) -> Cell:

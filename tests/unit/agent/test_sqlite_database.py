@@ -1,6 +1,7 @@
 """A model reads the database and can do nothing else to it, to its machine or to its time.
 
-Mutants: sqlite_no_authorizer, sqlite_opened_for_writing, sqlite_cancel_does_not_stop.
+Mutants: sqlite_no_authorizer, sqlite_opened_for_writing, sqlite_cancel_does_not_stop,
+sqlite_row_made_whole.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import sqlite3
 import threading
 import time
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -90,6 +92,18 @@ async def test_rows_and_bytes_are_bounded_and_the_answer_says_so(database: Sqlit
     assert 5 < len(table.rows) < 40 and table.cut
     answer = {"columns": table.columns, "rows": table.rows, "cut": True}
     assert len(json.dumps(answer)) <= 600
+
+
+async def test_a_row_with_more_text_than_the_answer_may_have_is_not_made(
+    database: SqliteDatabase,
+) -> None:
+    wide = "SELECT 1, " + ", ".join(["printf('%1000000s', 'x')"] * 100)
+    tracemalloc.start()
+    table = await database.query(wide, 10, 10_000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (table.rows, table.cut) == ([], True)
+    assert peak < 16 << 20  # of 100 MB of text
 
 
 WRITES = (
