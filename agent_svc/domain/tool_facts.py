@@ -17,6 +17,8 @@ from sluice.json_schemas import JsonError, parse
 CALL_BYTES_MAX: Final = 200  # of a call, beside its result
 PLAIN_BYTES_MAX: Final = 64 * 1024  # a longer result stays as it is
 _NOTHING: Final = "nothing was found"
+_TABLE: Final = frozenset(("columns", "rows", "cut"))
+_MORE: Final = "(and more rows)"
 _EMPTY: Final = frozenset(("", "[]", "{}", "null", '""', '{"result":[]}', '{"result":null}'))
 
 
@@ -46,8 +48,8 @@ def _is_empty(result: Result) -> bool:
 
 
 def plain(text: str) -> str:
-    """JSON of names with simple values, or with lists of such objects, as lines ``name: value``;
-    everything else as it is."""
+    """JSON of names with simple values, or with lists of such objects, as lines ``name: value``; a
+    table's rows as lines ``column: value, column: value``; everything else as it is."""
     if len(text) > PLAIN_BYTES_MAX:
         return text
     try:
@@ -56,6 +58,8 @@ def plain(text: str) -> str:
         return text
     if not isinstance(value, dict) or not value:
         return text
+    if rows := _rows(value):
+        return "\n".join(rows)
     lines: list[str] = []
     for name, part in value.items():
         if not isinstance(part, list):
@@ -67,6 +71,28 @@ def plain(text: str) -> str:
             for key, inner in one.items():
                 if isinstance(inner, dict | list):
                     return text
-                shown = inner if isinstance(inner, str) else json.dumps(inner)
-                lines.append(f"{f'{counted} {key}'.strip()}: {shown}")
+                lines.append(f"{f'{counted} {key}'.strip()}: {_shown(inner)}")
     return "\n".join(lines)
+
+
+def _rows(value: dict[str, object]) -> list[str]:
+    """The lines of a table, as the SQL tool gives one: ``columns`` and ``rows``, and nothing of
+    weight beside them. Empty: it is none. In JSON a small model takes a value of another row."""
+    columns, rows = value.get("columns"), value.get("rows")
+    if not isinstance(columns, list) or not isinstance(rows, list) or value.keys() - _TABLE:
+        return []
+    lines: list[str] = []
+    for row in rows:
+        if not isinstance(row, list) or len(row) != len(columns):
+            return []
+        if any(isinstance(one, dict | list) for one in (*columns, *row)):
+            return []
+        cells = (f"{_shown(name)}: {_shown(one)}" for name, one in zip(columns, row, strict=True))
+        lines.append(", ".join(cells))
+    if lines and value.get("cut"):
+        lines.append(_MORE)
+    return lines
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -15,15 +15,23 @@ import grpc
 
 from sluice.command.cli_support import run_paths
 from sluice.command.first_files import api_key_path
+from sluice.common.v1 import input_pb2
 from sluice.scheduler.v1 import runs_pb2, scheduler_pb2_grpc
 
-SCHEMA = {
+PRODUCTS = 4  # of the sample database; a small model would go on with more
+SALE = {
     "type": "object",
-    "properties": {"answer": {"type": "string", "maxLength": 200}},
-    "required": ["answer"],
+    "properties": {"product": {"type": "string", "maxLength": 40}, "amount": {"type": "number"}},
+    "required": ["product", "amount"],
     "additionalProperties": False,
 }
-TASK = (
+SCHEMA = {
+    "type": "object",
+    "properties": {"sales": {"type": "array", "items": SALE, "maxItems": PRODUCTS}},
+    "required": ["sales"],
+    "additionalProperties": False,
+}
+HINT = (
     "The table orders has the columns product, amount and ordered_on."
     " A query is for example: SELECT product, SUM(amount) FROM orders GROUP BY product."
     " Query the database, then answer. "
@@ -40,10 +48,13 @@ try:
     key = key_file.read_text().strip()
 except OSError as error:
     sys.exit(f"{key_file}: {error.strerror}: `make up` makes it, SLUICE_KEY_FILE names another")
-question = sys.argv[1] if len(sys.argv) > 1 else "How much did we sell of each product?"
+question = sys.argv[1] if len(sys.argv) > 1 else "List what we sold of each product."
 
 request = runs_pb2.RunAgentRequest(
-    task=TASK + question,
+    messages=[
+        input_pb2.ChatMessage(role="system", content="Answer from the data."),
+        input_pb2.ChatMessage(role="user", content=HINT + question),
+    ],
     tools=["sales"],
     tool_choice=runs_pb2.TOOL_CHOICE_EACH,
     answer_schema_json=json.dumps(SCHEMA),
@@ -63,7 +74,9 @@ with grpc.insecure_channel(address) as channel:
                 ended = event.tool_call_ended
                 print(f"-> {ended.result_json or ended.status.message}")
             elif event.HasField("ended"):
-                answer = event.ended.answer
-                print(json.loads(answer)["answer"] if answer else event.ended.status.message)
+                if not event.ended.answer:
+                    print(event.ended.status.message)
+                for sale in json.loads(event.ended.answer or '{"sales": []}')["sales"]:
+                    print(f"{sale['product']}: {sale['amount']:.2f}")
     except grpc.RpcError as error:
         sys.exit(f"{address}: {error.code().name}: {error.details()}")

@@ -34,7 +34,7 @@ try:
 except OSError as error:
     sys.exit(f"{key_file}: {error.strerror}: `make up` makes it, SLUICE_KEY_FILE names another")
 identity = (("authorization", f"Bearer {key}"),)
-question = sys.argv[1] if len(sys.argv) > 1 else "How many days do customers have for a return?"
+question = sys.argv[1] if len(sys.argv) > 1 else "Within how many days may an item be returned?"
 
 
 def store(stub: scheduler_pb2_grpc.SchedulerServiceStub, path: Path) -> None:

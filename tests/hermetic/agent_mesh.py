@@ -47,13 +47,12 @@ REPLIES: Mapping[str, Sequence[object]] = {
             "tool": "sales",
             "arguments": {"sql": "SELECT product, SUM(amount) FROM orders GROUP BY product"},
         },
-        {"answer": "Mostly desks."},
     ],
     "123 plus 45": [
         {"tool": "calculator", "arguments": {"expression": "123 + 45"}},
         {"answer": "It is 168."},
     ],
-    "Find tickets about the lamp": [
+    "Is there a ticket with the word lamp": [
         {"tool": "tickets__find_tickets", "arguments": {"word": "lamp"}},
         {"answer": "There is one."},
     ],
@@ -63,7 +62,9 @@ REPLIES: Mapping[str, Sequence[object]] = {
     ],
 }
 """What the model answers, turn by turn, to a prompt that holds a text."""
-_TYPED: Mapping[str, object] = {'"rows"': {"answer": "Mostly desks."}}
+_TYPED: Mapping[str, object] = {
+    "product: desk, SUM(amount): 620.0": {"sales": [{"product": "desk", "amount": 620.0}]}
+}
 """The same for the analyst's answer, for which it shows the rows and no earlier turn."""
 
 

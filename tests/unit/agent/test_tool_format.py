@@ -467,8 +467,16 @@ def test_the_prompt_of_an_answer_in_words_is_what_was_found_and_then_the_task() 
             '{"rows": [{"n": 1}, {"n": 2}], "more": false}',
             "rows 1 n: 1\nrows 2 n: 2\nmore: false",
         ),
+        (
+            '{"columns": ["a", "b"], "rows": [["x", 1.5], ["y", null]], "cut": false}',
+            "a: x, b: 1.5\na: y, b: null",
+        ),
+        ('{"columns": ["a"], "rows": [["x"]], "cut": true}', "a: x\n(and more rows)"),
         # What would lose its form stays.
-        ('{"columns": ["a"], "rows": [["x"]]}', '{"columns": ["a"], "rows": [["x"]]}'),
+        ('{"columns": ["a"], "rows": []}', '{"columns": ["a"], "rows": []}'),
+        ('{"columns": ["a", "b"], "rows": [["x"]]}', '{"columns": ["a", "b"], "rows": [["x"]]}'),
+        ('{"columns": ["a"], "rows": [[[1]]]}', '{"columns": ["a"], "rows": [[[1]]]}'),
+        ('{"columns": ["a"], "rows": [["x"]], "id": 1}',) * 2,
         ('{"a": {"b": 1}}', '{"a": {"b": 1}}'),
         ('{"a": [{"b": [1]}]}', '{"a": [{"b": [1]}]}'),
         ('[{"a": 1}]', '[{"a": 1}]'),
