@@ -214,8 +214,8 @@ def event_message(run_id: str, event: model.Event) -> runs_pb2.RunEvent:
                     step=step, decision=_DECISIONS[decision], result_json=result_json
                 )
             )
-        case model.Paused(ready_s, reason):
-            paused = runs_pb2.RunPaused(ready_time=_time(ready_s), reason=reason)
+        case model.Paused(ready_s, reason, text):
+            paused = runs_pb2.RunPaused(ready_time=_time(ready_s), reason=reason, message=text)
             message.paused.CopyFrom(paused)
         case model.Progress(phase, done, total):
             progress = runs_pb2.RunProgress(phase=phase, done=done, total=total)
@@ -287,7 +287,7 @@ def _read_kind(message: runs_pb2.RunEvent) -> model.Kind:
             kind = _resumed(message.resumed)
         case "paused":
             ready_s = message.paused.ready_time.ToMicroseconds() / 1e6
-            kind = model.Paused(ready_s, message.paused.reason)
+            kind = model.Paused(ready_s, message.paused.reason, message.paused.message)
         case "progress":
             progress = message.progress
             kind = model.Progress(progress.phase, progress.done, progress.total)

@@ -22,6 +22,7 @@ from sluice.errors import Code, SluiceError
 
 PAUSE_MIN_S = 0.5
 PAUSE_MAX_S = 30.0
+PAUSE_TEXT_CHARS_MAX = 300  # of the refusal, in the event: it is kept with the run
 _DOUBLINGS_MAX = 10
 TOOL_TRIES_MAX = 10
 """Pauses in a row for a tool that is declared and cannot be had: about two minutes."""
@@ -173,7 +174,8 @@ def after_refusal(
         delay_s = min(PAUSE_MIN_S * 2.0**doubled, PAUSE_MAX_S) * (0.75 + spread / 2)
     # Not beyond the run's wall time, which then ends it with its own reason.
     ready_s = round(now_s + max(0.0, min(delay_s, bounds.left_s(history, now_s))), 6)
-    return Pause(ready_s, Paused(ready_s, error.reason))
+    text = error.message[:PAUSE_TEXT_CHARS_MAX]
+    return Pause(ready_s, Paused(ready_s, error.reason, text))
 
 
 def _closed(history: History, text: str) -> list[Kind]:

@@ -181,10 +181,11 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """The run waits for a time."""
+    """The run waits for a time. ``message``: of the refusal, for people."""
 
     ready_s: float
     reason: str
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class Pauses:
     def line(self) -> str:
         """The last pause, and how many there were."""
         times = f", {self.count} times in a row" if self.count > 1 else ""
-        return f"{_paused(self._last)}{times}"
+        return _paused(self._last, times)
 
 
 def folded(events: Iterable[runs_pb2.RunEvent]) -> Iterator[str]:
@@ -214,9 +214,10 @@ def _said(result_json: str) -> str:
     return short(alone if isinstance(alone, str) else result_json)
 
 
-def _paused(paused: runs_pb2.RunPaused) -> str:
+def _paused(paused: runs_pb2.RunPaused, times: str = "") -> str:
     when = time.strftime("%H:%M:%S", time.gmtime(paused.ready_time.seconds))
-    return f"paused until {when} UTC ({paused.reason})"
+    why = f": {short(paused.message)}" if paused.message else ""
+    return f"paused until {when} UTC ({paused.reason}){times}{why}"
 
 
 def _why(waiting: runs_pb2.RunWaiting) -> str:

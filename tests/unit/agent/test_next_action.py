@@ -389,7 +389,7 @@ BOUNDS = Bounds(WIDE, BEGIN_S)
 def test_a_refusal_with_a_delay_is_waited_out() -> None:
     busy = exhausted("QUEUE_FULL", "Busy.", 7.5)
     left = after_refusal(BOUNDS, Book().history, busy, BEGIN_S + 10)
-    assert left == Pause(BEGIN_S + 17.5, Paused(BEGIN_S + 17.5, "QUEUE_FULL"))
+    assert left == Pause(BEGIN_S + 17.5, Paused(BEGIN_S + 17.5, "QUEUE_FULL", "Busy."))
 
 
 def test_a_refusal_without_a_delay_is_waited_out_longer_each_time() -> None:
@@ -404,8 +404,15 @@ def test_a_refusal_without_a_delay_is_waited_out_longer_each_time() -> None:
         book.add(left.paused)
     assert waits == pytest.approx([0.5, 1, 2, 4, 8, 16, 30, 30, 30])
     assert after_refusal(BOUNDS, book.wrote().history, gone, book.now_s) == Pause(
-        book.now_s + 0.5, Paused(book.now_s + 0.5, "NO_INSTANCE")
+        book.now_s + 0.5, Paused(book.now_s + 0.5, "NO_INSTANCE", "None.")
     )
+
+
+def test_a_long_refusal_is_told_in_part() -> None:
+    long = unavailable("TOOL_UNAVAILABLE", "x" * 10_000)
+    left = after_refusal(BOUNDS, Book().history, long, BEGIN_S)
+    assert isinstance(left, Pause) and left.paused is not None
+    assert left.paused.message == "x" * 300
 
 
 def test_no_pause_goes_beyond_the_wall_time() -> None:

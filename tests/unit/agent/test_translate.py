@@ -60,7 +60,7 @@ kinds = st.one_of(
     ),
     st.builds(Waiting, small, st.sampled_from(WaitReason), tool_calls),
     st.builds(Resumed, small, st.sampled_from(Decision), text),
-    st.builds(Paused, times, text),
+    st.builds(Paused, times, text, text),
     st.builds(Progress, text, small, small),
     st.builds(
         Ended,

@@ -119,8 +119,8 @@ def test_what_a_tool_that_failed_said_itself_is_shown(result: str, said: str) ->
     )
 
 
-def paused(until_s: int, reason: str = "NO_INSTANCE") -> runs_pb2.RunEvent:
-    event = runs_pb2.RunEvent(paused=runs_pb2.RunPaused(reason=reason))
+def paused(until_s: int, reason: str = "NO_INSTANCE", message: str = "") -> runs_pb2.RunEvent:
+    event = runs_pb2.RunEvent(paused=runs_pb2.RunPaused(reason=reason, message=message))
     event.paused.ready_time.seconds = until_s
     return event
 
@@ -133,6 +133,16 @@ def test_pauses_in_a_row_for_one_reason_are_one_line() -> None:
         "paused until 00:00:30 UTC (QUEUE_FULL)",
         "step 2: -> 42",
         "paused until 00:00:40 UTC (NO_INSTANCE)",
+    ]
+
+
+def test_a_pause_says_what_is_waited_for() -> None:
+    said = "Tool sales: The database cannot be read"
+    events = [paused(0, "TOOL_UNAVAILABLE", said), paused(10, "TOOL_UNAVAILABLE", said)]
+    (line,) = folded(events)
+    assert line == f"paused until 00:00:10 UTC (TOOL_UNAVAILABLE), 2 times in a row: {said}"
+    assert told(paused=events[0].paused) == [
+        f"paused until 00:00:00 UTC (TOOL_UNAVAILABLE): {said}"
     ]
 
 
