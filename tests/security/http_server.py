@@ -117,7 +117,8 @@ async def _read(reader: asyncio.StreamReader) -> Asked | None:
     headers: dict[str, str] = {}
     while raw := (await reader.readline()).decode().strip():
         name, _, value = raw.partition(":")
-        headers[name.lower()] = value.strip()
+        before = headers.get(name.lower())
+        headers[name.lower()] = value.strip() if before is None else f"{before}, {value.strip()}"
     size = int(headers.get("content-length", "0"))
     return Asked(line, headers, await reader.readexactly(size) if size else b"")
 

@@ -6,7 +6,7 @@ debug, telemetry to a real receiver. Oracle: the canaries are nowhere but at the
 in the result of the call. Deterministic.
 
 Mutants: secrets_not_hidden, secrets_spelt_with_escapes, runner_logs_arguments,
-runner_passes_exception_texts.
+runner_passes_exception_texts, headers_beside_secrets.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +142,41 @@ async def test_canaries_are_in_no_log_span_metric_or_error(
     assert not any(FILE in f"{error} {error.message}" for error in errors)
     assert SECRET not in "".join(results) + "".join(error.content_json for error in errors)
     assert any(RESULT in one for one in results)  # it was a test
+
+
+async def test_no_argument_stands_beside_a_secret_or_a_key_in_a_header(
+    tmp_path: Path,
+) -> None:
+    names = ["x-api-key", "idempotency-key", "user-agent"]
+    told = [{"name": one, "in": "header", "schema": {"type": "string"}} for one in names]
+    document = {
+        "openapi": "3.1.0",
+        "info": {"title": "t", "version": "1"},
+        "paths": {"/a": {"get": {"operationId": "a", "parameters": told}}},
+    }
+    file = tmp_path / "api.json"
+    file.write_text(json.dumps(document))
+    async with serving({"/a": fixed(b"{}")}) as server:
+        place = f"api.example.org:{server.port}"
+        one = declaration(
+            openapi={
+                "document": str(file),
+                "baseUrl": f"http://{place}",
+                "secretHeaders": {"X-Api-Key": "TOOL_SECRET_API"},
+                "idempotencyHeader": "Idempotency-Key",
+            },
+            egress={"hosts": [place], "privateAllowed": [place]},
+        )
+        async with box([one]) as tools:
+            (tool,) = await tools.resolve("t", ["x"])
+            properties = tool.info.parameters["properties"]
+            assert isinstance(properties, dict)
+            arguments = dict.fromkeys(properties, ARGUMENT)
+            await tool.call(arguments, ToolContext("t", "run", "run:1", 5.0))
+        (asked,) = server.asked
+    assert asked.headers["x-api-key"] == f"Bearer {SECRET}"
+    assert asked.headers["idempotency-key"] == "run:1"
+    assert asked.headers["user-agent"] == ARGUMENT
 
 
 async def test_refusals_of_the_guard_are_counted_by_rule_without_names() -> None:

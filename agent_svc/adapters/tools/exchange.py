@@ -53,21 +53,22 @@ class Exchange:
     ) -> ToolResult:
         """Makes one request. ``body``: sent as JSON; None: none. Raises ToolError."""
         secret = self.secrets.headers()
-        sent = {
-            "Accept": "application/json, text/*;q=0.8",
-            "User-Agent": "sluice",
-            **(headers or {}),
-        }
+        told = {"Accept": "application/json, text/*;q=0.8", "User-Agent": "sluice"}
+        own: dict[str, str] = {}
         if self.idempotency_header:
-            sent[self.idempotency_header] = context.idempotency_key
+            own[self.idempotency_header] = context.idempotency_key
         if is_traceparent(context.traceparent):
-            sent["traceparent"] = context.traceparent
+            own["traceparent"] = context.traceparent
         content = None
         if body is not None:
-            sent["Content-Type"] = "application/json"
+            own["Content-Type"] = "application/json"
             content = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
         try:
-            request = httpx2.Request(method, url, headers={**sent, **secret}, content=content)
+            sent = httpx2.Headers(told)
+            sent.update(headers or {})
+            # Whatever the case of a name: no argument stands beside these.
+            sent.update({**own, **secret})
+            request = httpx2.Request(method, url, headers=sent, content=content)
         except (httpx2.InvalidURL, ValueError, TypeError):
             raise ToolError(
                 "TOOL_REFUSED", "The arguments do not make a valid request.", made=False
