@@ -36,7 +36,7 @@ while read -r line; do
       break
       ;;
   esac
-done < <(call -d "$task" "http://$address/v1/runs")
+done < <(call -d "$task" "http://$address/v1/runs" 2> >(grep -v "curl: (23)" >&2)) # (23): nobody reads on
 call -d "{\"step\":$step,\"decision\":\"RESUME_DECISION_RETRY\"}" "http://$address/v1/runs/$run/resume"
 echo
 call "http://$address/v1/runs/$run/events?from_sequence=$((sequence + 1))"

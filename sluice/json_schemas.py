@@ -466,6 +466,8 @@ def _told(error: ValidationError, declared: set[str]) -> str:
         return f"{where} must be {_BOUNDS[word]} {rule}"
     if word == "additionalProperties":
         return f"{where} has a property that is not declared"
+    if error.validator is None:  # the schema ``false``, of which jsonschema gives no path
+        return f"{where} has a value where none may be"
     return f"{where} does not follow {word}"
 
 

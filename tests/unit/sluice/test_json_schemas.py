@@ -225,6 +225,12 @@ def test_patterns_mean_what_the_standard_says(pattern: str, good: str, bad: str)
     assert validate(schema, bad) == "it does not follow pattern"
 
 
+def test_a_value_that_may_not_be_there_is_told_in_words() -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}, "code": False}}
+    assert check_schema(schema) == ""
+    assert validate(schema, {"city": "Bonn", "code": 1}) == "it has a value where none may be"
+
+
 def doubling(levels: int) -> dict[str, Any]:
     """Each level refers to the next one twice: 2^levels ways, and none fits."""
     defs: dict[str, Any] = {
