@@ -187,7 +187,8 @@ async def test_the_server_is_up_before_the_engine_and_says_what_it_serves(tmp_pa
             reports.append(report)
             if report.serving:
                 break
-            assert not await serving(channel)
+            if len(reports) == 1:  # later ones may be read when the engine is up already
+                assert not await serving(channel)
         assert not reports[0].serving
         assert reports[0].epoch == 0
         await until_serving(channel)
