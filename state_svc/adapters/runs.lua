@@ -115,26 +115,19 @@ local function queue(id, priority, counted, cancelled)
   end
   if tonumber(call('HGET', run_key(id), 'counts_open')) == 1 then call('SADD', COUNTED, id) end
 end
--- Those of the ready runs that may be claimed now. The others lost their holders again and again: loss_wait_ms in
--- run_book.py says why and how long they wait.
-local function without_lost(ids, priority, counted)
-  if counted == TO_END then return ids end
-  local left = {}
-  for _, id in ipairs(ids) do
-    local key, wait = run_key(id), 0
-    if tonumber(call('HGET', key, 'phase')) == RUNNING then
-      local losses = call('HINCRBY', key, 'losses', 1)
-      if losses > 1 then wait = math.min(LOSS_WAIT_MS * 4 ^ (losses - 2), LOSS_WAIT_MAX_MS) end
-    end
-    if wait > 0 then
-      call('HSET', key, 'phase', PAUSED)
-      call('ZADD', line(priority, counted), now + wait, id)
-      note_wall(id, counted)
-    else
-      left[#left + 1] = id
-    end
-  end
-  return left
+-- How many holders a ready run has lost in a row, and how long it waits for that: loss_wait_ms in run_book.py says why.
+-- Writes nothing: who leaves the run for another reason has not counted its loss.
+local function losses_of(id, counted)
+  local phase, losses = read(id, 'phase', 'losses')
+  losses = losses or 0
+  if counted == TO_END or phase ~= RUNNING then return losses, 0 end
+  losses = losses + 1
+  return losses, losses > 1 and math.min(LOSS_WAIT_MS * 4 ^ (losses - 2), LOSS_WAIT_MAX_MS) or 0
+end
+local function hold_back(id, priority, counted, losses, wait)
+  call('HSET', run_key(id), 'phase', PAUSED, 'losses', losses)
+  call('ZADD', line(priority, counted), now + wait, id)
+  note_wall(id, counted)
 end
 -- When a run of the class may be ready next, or nil. What no room is left for: when a lease ends.
 local function due_of(priority)
@@ -224,24 +217,25 @@ if op == 'claim' then
     if counted == 1 then left = math.min(left, room()) end
     local ids = {}
     if left > 0 and too_large == 0 then ids = call('ZRANGEBYSCORE', line(priority, counted), '-inf', now, 'LIMIT', 0, left) end
-    for _, id in ipairs(without_lost(ids, priority, counted)) do
+    for _, id in ipairs(ids) do
       local key = run_key(id)
-      bytes = bytes + call('HSTRLEN', key, 'spec') + call('HSTRLEN', key, 'summary') + call('HSTRLEN', key, 'decision')
-      if bytes_max > 0 and bytes > bytes_max then
-        too_large = 1
-        break
-      end
-      local known = call('HGET', key, 'token')
-      if known then
+      local known, losses, wait = call('HGET', key, 'token'), losses_of(id, counted)
+      if not known then -- deleted by somebody else: it must not stand in front of the others for ever
+        call('ZREM', line(priority, counted), id)
+      elseif wait > 0 then
+        hold_back(id, priority, counted, losses, wait)
+      else
+        bytes = bytes + call('HSTRLEN', key, 'spec') + call('HSTRLEN', key, 'summary') + call('HSTRLEN', key, 'decision')
+        if bytes_max > 0 and bytes > bytes_max then
+          too_large = 1
+          break
+        end
         local token = math.max(known + 1, now)
-        call('HSET', key, 'phase', RUNNING, 'token', token, 'holder', holder)
+        call('HSET', key, 'phase', RUNNING, 'token', token, 'holder', holder, 'losses', losses)
         call('ZADD', line(priority, counted), now + lease, id)
         if counted == 1 then call('ZADD', ACTIVE, now + lease, id) end
         call('ZREM', WALL, id)
-        local losses = tonumber(call('HGET', key, 'losses') or 0)
         found[#found + 1] = {id, token, row(id, WHOLE), counted == TO_END and 1 or 0, losses}
-      else -- deleted by somebody else: it must not stand in front of the others for ever
-        call('ZREM', line(priority, counted), id)
       end
     end
   end

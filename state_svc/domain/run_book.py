@@ -282,26 +282,20 @@ class RunBook:
             for run in self._line(priority, kind)[: max(left, 0)]:
                 if run.due_ms > now or too_large:
                     break
-                if run.kind != TO_END and self._is_held_back(run, now):
+                losses = run.losses + (kind != TO_END and run.phase is Phase.RUNNING)
+                wait_ms = loss_wait_ms(losses) if losses > run.losses else 0
+                if wait_ms:
+                    run.phase, run.losses, run.due_ms = Phase.PAUSED, losses, now + wait_ms
                     continue
                 total += len(run.new.spec) + len(run.summary) + len(run.decision)
                 if bytes_max and total > bytes_max:
                     too_large = True
                     break
+                run.losses = losses  # not before: one that is left here is not lost again
                 run.token = max(run.token + 1, now)
                 run.phase, run.holder, run.due_ms = Phase.RUNNING, holder, now + lease_ms
                 claimed.append(Claimed(run.record(), run.token, kind == TO_END, run.losses))
         return Claims(tuple(claimed), self.due(priority, now), too_large)
-
-    def _is_held_back(self, run: _Run, now: int) -> bool:
-        """Whether a run whose lease lapsed waits before somebody else holds it."""
-        if run.phase is not Phase.RUNNING:
-            return False
-        run.losses += 1
-        wait_ms = loss_wait_ms(run.losses)
-        if wait_ms:
-            run.phase, run.due_ms = Phase.PAUSED, now + wait_ms
-        return wait_ms > 0
 
     def due(self, priority: int, now: int) -> int | None:
         """When a run of a class may be ready next."""

@@ -181,6 +181,20 @@ async def test_a_run_that_loses_its_holders_waits_longer_and_longer(stores: Stor
     assert again.losses == 1
 
 
+@pytest.mark.parametrize("tenants", ["aaaaaaaa", "abcdefgh"])
+async def test_a_lost_run_that_a_claim_leaves_for_its_size_has_lost_one_holder(
+    roomy: Stores, tenants: str
+) -> None:
+    """Eight runs that do not fit in one claim lose their holder once. All are claimed again at
+    once, however many claims that takes."""
+    for tenant in tenants:
+        await roomy.runs.create(a_run(tenant, spec=b"x" * 900_000))
+    for after_ms in (0, LEASE_MS):
+        roomy.wait(after_ms)
+        found = [one for _ in tenants for one in await roomy.claim()]
+        assert [one.losses for one in found] == [int(after_ms > 0)] * len(tenants)
+
+
 async def lose_twice(stores: Stores) -> None:
     """The run that is held loses its holder and the next one, and waits for 2 s."""
     stores.wait(LEASE_MS)
