@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agent_svc.adapters.tools import mcp_http
 from agent_svc.ports import ToolError
 from sluice.agent.v1 import tools_pb2
 from tests.contract.mcp_rig import ask, http, logged, one, opened, stdio
@@ -213,6 +214,15 @@ async def _forbidden(body: bytes, writer: asyncio.StreamWriter) -> None:
         await writer.drain()
 
 
+def _answers(answer: bytes) -> Handler:
+    async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
+        if not await legacy(body, writer):
+            writer.write(answer)
+            await writer.drain()
+
+    return handler
+
+
 @pytest.mark.parametrize(
     ("handler", "reason", "made"),
     [
@@ -223,6 +233,14 @@ async def _forbidden(body: bytes, writer: asyncio.StreamWriter) -> None:
         (_redirect, "TOOL_FAILED", False),
         (_unavailable, "TOOL_LOST", True),
         (_forbidden, "TOOL_FAILED", False),
+        (_answers(reply(b"", status="202 Accepted")), "TOOL_LOST", True),
+        (_answers(reply(b"<p>done</p>", "text/html")), "TOOL_LOST", True),
+        (_answers(reply(b"", status="303 See Other\r\nlocation: /mcp")), "TOOL_LOST", True),
+        (
+            _answers(reply(b"", status="302 Found\r\nlocation: http://127.0.0.1:9/")),
+            "TOOL_LOST",
+            True,
+        ),
     ],
 )
 async def test_an_http_answer_that_misbehaves_is_one_failed_call(
@@ -238,6 +256,38 @@ async def test_an_http_answer_that_misbehaves_is_one_failed_call(
         assert (caught.value.reason, caught.value.made) == (reason, made)
         assert psutil.Process().memory_info().rss - before < 64 << 20
         assert await server.connection.session() is session
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        mcp_http.NOT_SENT,
+        mcp_http.LOST,
+        mcp_http.REFUSED,
+        mcp_http.SESSION_GONE,
+        mcp_http.NOT_ALLOWED,
+    ],
+)
+async def test_a_servers_error_is_not_taken_for_one_of_this_side(code: int) -> None:
+    """Goal: what a server did is not done again because its error has the number of one by which
+    this side says that nothing was done. Seen to fail with errors told by their code alone."""
+    calls = 0
+
+    async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
+        nonlocal calls
+        if await legacy(body, writer):
+            return
+        calls += 1
+        error = {"code": code, "message": "done, then failed", "data": {"status": 503}}
+        answer = {"jsonrpc": "2.0", "id": json.loads(body)["id"], "error": error}
+        writer.write(reply(json.dumps(answer).encode()))
+        await writer.drain()
+
+    async with raw_http(handler) as (url, _), opened() as servers:
+        server = servers.server(http(url))
+        with pytest.raises(ToolError) as caught:
+            await ask(server, "go")
+        assert (caught.value.reason, caught.value.made, calls) == ("TOOL_FAILED", True, 1)
 
 
 async def test_one_failed_request_costs_no_other_call() -> None:

@@ -197,7 +197,7 @@ class McpTool:
         try:
             return await self._send_once(session, parameters)
         except MCPError as error:
-            if error.code == mcp_http.SESSION_GONE:
+            if mcp_http.code_of(error) == mcp_http.SESSION_GONE:
                 connection.broken(session)
                 session = await connection.session()
             elif error.code == types.HEADER_MISMATCH:
@@ -244,7 +244,8 @@ _NOT_DONE: Final = (
 
 
 def _error_of(error: MCPError, said: str) -> ToolError:
-    match error.code:
+    code = mcp_http.code_of(error)
+    match code:
         case mcp_http.NOT_SENT | mcp_http.SESSION_GONE:
             return ToolError("TOOL_UNAVAILABLE", _DOWN, made=False)
         case mcp_http.LOST | types.CONNECTION_CLOSED:
@@ -258,6 +259,6 @@ def _error_of(error: MCPError, said: str) -> ToolError:
     return ToolError(
         "TOOL_FAILED",
         "The tool's server refused the call.",
-        made=error.code not in _NOT_DONE,
+        made=code not in _NOT_DONE,
         content_json=error_json(said),
     )

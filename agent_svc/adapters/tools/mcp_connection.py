@@ -25,7 +25,7 @@ from mcp import MCPError
 from mcp.client import Client, ClientSession, IncomingMessage, Transport
 from mcp.client.subscriptions import ListenNotSupportedError, SubscriptionLost
 
-from agent_svc.adapters.tools.mcp_http import NOT_ALLOWED
+from agent_svc.adapters.tools.mcp_http import NOT_ALLOWED, code_of
 from agent_svc.ports import ToolError
 from sluice import __version__, logs
 
@@ -279,7 +279,7 @@ def _problem(error: BaseException) -> str:
     for one in _leaves(error):
         if isinstance(one, ToolError):
             return one.message
-        if isinstance(one, MCPError) and one.code == NOT_ALLOWED:
+        if isinstance(one, MCPError) and code_of(one) == NOT_ALLOWED:
             return "its address is not allowed"
         if isinstance(one, FileNotFoundError | PermissionError):
             return "its command cannot be started"

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import AsyncIterator
 from typing import Final
 
 import httpx2
+import mcp_types as types
+from mcp import MCPError
 
 from agent_svc.adapters.egress import EgressRefusedError
 
@@ -24,6 +27,9 @@ LOST: Final = -32092  # it may have, and there is no answer
 REFUSED: Final = -32093  # the server refused it by an HTTP status
 SESSION_GONE: Final = -32094  # the server does not know the session any more; nothing was done
 NOT_ALLOWED: Final = -32095  # the egress guard refused the connection
+_OWN: Final = (NOT_SENT, LOST, REFUSED, SESSION_GONE, NOT_ALLOWED)
+# Goes with the errors that are made here, and to nobody else: a server may use their codes too.
+_MARK: Final = secrets.token_hex(16)
 
 CONNECT_S: Final = 5.0
 READ_S: Final = 3660.0  # more than a call may take; the call's own deadline bounds it
@@ -31,6 +37,7 @@ WRITE_S: Final = 30.0
 SIDE_READ_S: Final = 3.0  # notifications, answers and farewells: the next message waits behind them
 REOPEN_S: Final = 0.25  # least time between two openings of the stream for notifications
 
+_ANSWERS = ("application/json", "text/event-stream")
 _BEFORE_SENDING = (
     httpx2.ConnectError,
     httpx2.ConnectTimeout,
@@ -39,6 +46,14 @@ _BEFORE_SENDING = (
     httpx2.LocalProtocolError,
     httpx2.InvalidURL,
 )
+
+
+def code_of(error: MCPError) -> int:
+    """An error's code; of a server's error that has one of the codes above, that of a fault within
+    the server, which says nothing of what was done."""
+    if error.code in _OWN and error.data != _MARK:
+        return types.INTERNAL_ERROR
+    return error.code
 
 
 class McpHttpTransport(httpx2.AsyncBaseTransport):
@@ -51,7 +66,7 @@ class McpHttpTransport(httpx2.AsyncBaseTransport):
         self._opened_at = -REOPEN_S
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        read_s = READ_S if request.method == "GET" or _is_request(request) else SIDE_READ_S
+        read_s = READ_S if request.method == "GET" or _method(request) else SIDE_READ_S
         request.extensions["timeout"] = httpx2.Timeout(
             read=read_s, connect=CONNECT_S, write=WRITE_S, pool=CONNECT_S
         ).as_dict()
@@ -82,6 +97,8 @@ class McpHttpTransport(httpx2.AsyncBaseTransport):
             code = SESSION_GONE
         elif response.status_code >= 400 and media_type != "application/json":
             code = LOST if response.status_code >= 500 else REFUSED
+        elif _method(request) == "tools/call" and not _may_answer(response, media_type):
+            code = LOST  # the library would say that the request was invalid
         else:
             if media_type != "text/event-stream":
                 assert isinstance(response.stream, httpx2.AsyncByteStream)
@@ -114,16 +131,24 @@ class _Capped(httpx2.AsyncByteStream):
         await self._inner.aclose()
 
 
-def _is_request(request: httpx2.Request) -> bool:
-    """Whether the body is a JSON-RPC request, which has an answer."""
+def _method(request: httpx2.Request) -> str:
+    """The method of the JSON-RPC request in the body, which has an answer; empty: there is none."""
     if request.method != "POST":
-        return False
+        return ""
     message = json.loads(request.content)
-    return isinstance(message, dict) and "id" in message and "method" in message
+    return message.get("method", "") if isinstance(message, dict) and "id" in message else ""
+
+
+def _may_answer(response: httpx2.Response, media_type: str) -> bool:
+    """Whether the response holds an answer or says that the request has to be made elsewhere: not
+    one that takes the request and answers nothing, nor a redirect after it was done."""
+    if response.status_code < 300:
+        return response.status_code != 202 and media_type in _ANSWERS
+    return response.status_code in (307, 308) or response.status_code >= 400
 
 
 def _answer(request: httpx2.Request, status: int, code: int) -> httpx2.Response:
     """A response in the server's place; the library sets the request's id."""
-    error = {"code": code, "message": "HTTP request failed", "data": {"status": status}}
+    error = {"code": code, "message": f"HTTP request failed, status {status}", "data": _MARK}
     body = {"jsonrpc": "2.0", "id": None, "error": error}
     return httpx2.Response(max(status, 400), json=body, request=request)
