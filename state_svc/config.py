@@ -78,7 +78,11 @@ class StateConfig:
         " collections that were searched longest ago make room.",
     )
     searches_max: int = setting(
-        64, unit="searches", ge=1, le=10000, help="Searches in progress; more are refused."
+        64,
+        unit="searches",
+        ge=1,
+        le=10000,
+        help="Searches in progress, half of them per tenant; more are refused.",
     )
     runs_open_max: int = setting(
         2000, unit="runs", ge=1, le=1000000, help="Runs of a tenant that have not ended."

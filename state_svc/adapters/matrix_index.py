@@ -60,10 +60,16 @@ log = logs.get(__name__)
 @dataclass(frozen=True, slots=True)
 class IndexLimits:
     """``bytes_max``: memory of all indexes. ``searches_max``: searches in progress, those that
-    wait included."""
+    wait included; of one tenant half of them, so that who waits for a large collection to be read
+    leaves room to others."""
 
     bytes_max: int = 1 << 30
     searches_max: int = 64
+
+    @property
+    def tenant_searches_max(self) -> int:
+        """Searches of one tenant in progress."""
+        return (self.searches_max + 1) // 2
 
 
 @dataclass(slots=True)
@@ -93,7 +99,7 @@ class MatrixIndex:
         self._source = source
         self._limits = limits or IndexLimits()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
-        self._running = 0
+        self._running: Counter[str] = Counter()  # searches by tenant; none has 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._loads = asyncio.Semaphore(1)  # whole collections, so that their room is known
         self._searchers = ThreadPoolExecutor(2, thread_name_prefix="search")
@@ -108,10 +114,14 @@ class MatrixIndex:
         self, tenant: str, collection: str, query: Query, wait_s: float
     ) -> Sequence[Match]:
         """See :class:`state_svc.document_ports.SearchIndex`."""
-        if self._running >= self._limits.searches_max:
+        limits = self._limits
+        if (
+            self._running.total() >= limits.searches_max
+            or self._running[tenant] >= limits.tenant_searches_max
+        ):
             self.limit_hits["searches_max"] += 1
             raise SearchBusyError
-        self._running += 1
+        self._running[tenant] += 1
         try:
             index = await self._current((tenant, collection), wait_s)
             if index is None:
@@ -122,7 +132,9 @@ class MatrixIndex:
                 raise VectorLengthError(index.dims)
             return await _in(self._searchers, partial(index.search, query))
         finally:
-            self._running -= 1
+            self._running[tenant] -= 1
+            if not self._running[tenant]:
+                del self._running[tenant]
 
     def drop(self, tenant: str) -> None:
         """Forgets a tenant that is gone. What is being read of it ends by itself."""

@@ -24,6 +24,9 @@ from numpy.typing import NDArray
 
 COUNT_MAX: Final = 65_535
 WORD_CHARS_MAX: Final = 64  # of longer ones only the first; nobody asks for the rest
+# Of combining marks in a row; no language needs more than 30 (UAX 15, stream-safe text). To put
+# more in order takes time with the square of their number, and no other thread runs meanwhile.
+MARKS_MAX: Final = 32
 
 _UNSPACED: Final = (
     "\u0e00-\u0e7f"  # Thai
@@ -33,11 +36,15 @@ _UNSPACED: Final = (
     "\U00020000-\U0002ffff"  # Han, rare
 )
 _WORD: Final = re.compile(rf"[{_UNSPACED}]+|[^\W{_UNSPACED}]+")
+# Marks, and the two letters that become some, are among these.
+_NO_LETTERS: Final = re.compile(rf"(?:[^\w\s]|[\uff9e\uff9f]){{{MARKS_MAX + 1},}}")
 _STARTS_UNSPACED: Final = re.compile(rf"[{_UNSPACED}]")
 
 
 def words(text: str) -> Iterator[str]:
     """The words in their order."""
+    if not text.isascii():
+        text = _NO_LETTERS.sub(_with_few_marks, text)
     folded = unicodedata.normalize("NFKC", text).casefold()
     plain = folded.isascii()
     for run in _WORD.findall(folded):
@@ -48,6 +55,17 @@ def words(text: str) -> Iterator[str]:
         else:
             for at in range(len(run) - 1):
                 yield run[at : at + 2]
+
+
+def _with_few_marks(run: re.Match[str]) -> str:
+    """The same without marks beyond ``MARKS_MAX`` in a row."""
+    kept: list[str] = []
+    marks = 0
+    for char in run[0]:
+        marks = marks + 1 if unicodedata.combining(unicodedata.normalize("NFKD", char)[0]) else 0
+        if marks <= MARKS_MAX:
+            kept.append(char)
+    return "".join(kept)
 
 
 def term(word: str) -> int:

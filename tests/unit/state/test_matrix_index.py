@@ -246,7 +246,7 @@ def test_searches_beyond_the_bound_are_refused() -> None:
     async def scenario() -> None:
         store = SlowStore()
         store.read_s = 1.0
-        index = MatrixIndex(store, IndexLimits(searches_max=2))
+        index = MatrixIndex(store, IndexLimits(searches_max=3))
         await ingest(store, "x", "red")
         two = [asyncio.create_task(found(index, "red")) for _ in range(2)]
         await asyncio.sleep(0.1)
@@ -255,6 +255,24 @@ def test_searches_beyond_the_bound_are_refused() -> None:
         assert index.limit_hits["searches_max"] == 1
         assert await asyncio.gather(*two) == [["x"], ["x"]]
         assert await found(index, "red") == ["x"]
+
+    run(scenario())
+
+
+def test_a_tenant_that_waits_for_its_collection_leaves_room_to_others() -> None:
+    async def scenario() -> None:
+        store = SlowStore()
+        await ingest(store, "x", "red", of="b")
+        index = MatrixIndex(store, IndexLimits(searches_max=4))
+        assert await found(index, "red", of="b") == ["x"]
+        store.read_s = 1.0
+        await ingest(store, "x", "red")
+        many = [asyncio.create_task(found(index, "red")) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        store.read_s = 0.0
+        assert await found(index, "red", of="b") == ["x"]
+        answers = await asyncio.gather(*many, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [list, list] + 2 * [SearchBusyError]
 
     run(scenario())
 

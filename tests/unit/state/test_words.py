@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import unicodedata
 from collections import Counter
 
 import pytest
@@ -52,3 +54,22 @@ def test_a_word_is_counted_up_to_a_bound() -> None:
 @given(st.text(max_size=100))
 def test_letter_case_makes_no_difference(text: str) -> None:
     assert list(words(text.casefold())) == list(words(text))
+
+
+@pytest.mark.parametrize(
+    "marks", ["\u0301\u0316", "\uff9e\u0301", "\u0f73\u0f75\u0f81\u0301"], ids=ascii
+)
+def test_accents_heaped_on_a_letter_cost_no_more_than_letters(marks: str) -> None:
+    """Putting marks in order takes time with the square of their number: of 16 KiB 100 ms, in which
+    no other thread runs."""
+    many = "a" + marks * (30_000 // len(marks)) + " end"
+    begin = time.thread_time()
+    found = list(words(many))
+    assert time.thread_time() - begin < 0.3  # 0.7 s and more else; 0.02 s so
+    assert found[-1] == "end"
+
+
+def test_accents_as_people_write_them_stay() -> None:
+    heaped = "o" + "\u0302\u0301\u0323" * 10  # as much as any text has
+    assert list(words(heaped)) == list(words(unicodedata.normalize("NFC", heaped)))
+    assert list(words("a" + "\u0301" * 40 + "b")) == list(words("a" + "\u0301" * 32 + "b"))
