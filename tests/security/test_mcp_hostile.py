@@ -17,11 +17,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import anyio
 import psutil
 import pytest
+from mcp.shared.message import SessionMessage
 
-from agent_svc.adapters.tools import mcp_http
+from agent_svc.adapters.tools import mcp_http, mcp_stdio
 from agent_svc.ports import ToolError
 from sluice.agent.v1 import tools_pb2
 from tests.contract.mcp_rig import ask, http, logged, one, opened, stdio
@@ -92,6 +96,27 @@ async def test_a_line_without_an_end_costs_its_bound_and_the_session(tmp_path: P
         assert caught.value.reason == "TOOL_LOST"
         assert psutil.Process().memory_info().rss - before < 64 << 20
         assert await ask(server, "echo")
+
+
+async def test_lines_that_are_no_messages_hold_up_nobody() -> None:
+    """Goal: a server that prints without end takes its turns as all others. Method: its output has
+    many lines already; another task counts its turns. Oracle: about one a line, not one for all.
+    Seen to fail when such a line is passed over at once."""
+    lines = 1000
+    output = asyncio.StreamReader()
+    output.feed_data(b"x\n" * lines)
+    output.feed_eof()
+    to_session, inbound = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+    ended = asyncio.Event()
+    process = cast(asyncio.subprocess.Process, SimpleNamespace(stdout=output))
+    reading = asyncio.create_task(mcp_stdio._read(process, to_session, "desk", ended.set))
+    turns = 0
+    while not ended.is_set():
+        turns += 1
+        await asyncio.sleep(0)
+    await reading
+    inbound.close()
+    assert turns >= lines
 
 
 async def test_a_tenants_registered_tool_starts_no_program(tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ async def _read(
                     noise += 1
                     if noise == 1:
                         _log.warning("a tool server wrote what is no message", server=name)
+                await asyncio.sleep(0)  # lines that have come already are read without a pause
                 continue
             await to_session.send(SessionMessage(message))
     ended()
