@@ -67,7 +67,8 @@ class StateConfig:
         unit="bytes",
         ge=1024,
         le=1 << 40,
-        help="Bytes of a tenant's documents, chunks, vectors and words together.",
+        help="Bytes of a tenant's documents, labels, chunks, vectors and words together, with 512"
+        " for each document.",
     )
     index_bytes_max: int = setting(
         1 << 30,

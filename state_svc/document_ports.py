@@ -23,8 +23,9 @@ from state_svc.domain.documents import (
 
 @dataclass(frozen=True, slots=True)
 class DocumentLimits:
-    """Bounds of one tenant: its collections, the bytes of all contents and chunks; of one
-    collection: its documents and its chunks, those included that are not found yet."""
+    """Bounds of one tenant: its collections, the bytes of all contents, labels and chunks, with 512
+    for each document; of one collection: its documents and its chunks, those included that are not
+    found yet."""
 
     collections_max: int = 100
     bytes_max: int = 1 << 30

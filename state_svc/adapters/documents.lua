@@ -22,6 +22,12 @@ local function next_version()
   return string.format('%.0f', version)
 end
 
+-- What a document counts for beside its chunks. One that an earlier release put: its content alone.
+local function weight()
+  local weight, size = unpack(redis.call('HMGET', KEYS[7], 'weight', 'size'))
+  return tonumber(weight or size or '0')
+end
+
 local function drop_chunks(generation)
   local key = chunks_prefix .. generation
   add(KEYS[3], 'stored', -number(key, 'count'))
@@ -47,7 +53,8 @@ local function state() return {'OK', redis.call('HGETALL', KEYS[7])} end
 
 if op == 'put' then
   -- 3 content, 4 media type, 5 labels, 6 digest, 7 document, 8 collection, 9.. limits: collections,
-  -- bytes, documents; 12 seconds for which the request is known
+  -- bytes, documents; 12 seconds for which the request is known, 13 what the document counts for
+  -- beside content and chunks
   local known = redis.call('GET', KEYS[9])
   if known then
     local generation, made, digest = string.match(known, '^(%d+) (%d+) (.*)$')
@@ -56,8 +63,8 @@ if op == 'put' then
     return {'KNOWN', generation, made, redis.call('HMGET', KEYS[7], 'live', 'chunks')}
   end
   local size = #ARGV[3]
-  local old = number(KEYS[7], 'size')
-  if number(KEYS[1], 'bytes') + size - old > tonumber(ARGV[10]) then
+  local old, new = weight(), size + tonumber(ARGV[13])
+  if number(KEYS[1], 'bytes') + new - old > tonumber(ARGV[10]) then
     return {'FULL', 'documents_bytes_max'}
   end
   local fresh = redis.call('SISMEMBER', KEYS[2], ARGV[8]) == 0
@@ -76,17 +83,17 @@ if op == 'put' then
   end
   if newest and newest ~= live then drop_chunks(newest) end
   redis.call('SET', KEYS[8], ARGV[3])
-  add(KEYS[1], 'bytes', size - old)
+  add(KEYS[1], 'bytes', new - old)
   redis.call('ZADD', KEYS[4], 0, ARGV[7])
-  redis.call('HSET', KEYS[7], 'generation', generation, 'size', size, 'media_type', ARGV[4],
-    'labels', ARGV[5], 'made', string.format('%.0f', now))
+  redis.call('HSET', KEYS[7], 'generation', generation, 'size', size, 'weight', new,
+    'media_type', ARGV[4], 'labels', ARGV[5], 'made', string.format('%.0f', now))
   redis.call('SET', KEYS[9], string.format('%s %.0f %s', generation, now, ARGV[6]), 'EX', ARGV[12])
   return state()
 end
 
 if op == 'delete' then
   -- 3 document, 4 collection, 5 the last generation that may be the newest one; empty: any
-  local newest, live, size = unpack(redis.call('HMGET', KEYS[7], 'generation', 'live', 'size'))
+  local newest, live = unpack(redis.call('HMGET', KEYS[7], 'generation', 'live'))
   if not newest then return {'ABSENT'} end
   if ARGV[5] ~= '' and tonumber(newest) > tonumber(ARGV[5]) then return {'ABSENT'} end
   drop_chunks(newest)
@@ -94,7 +101,7 @@ if op == 'delete' then
     if live ~= newest then drop_chunks(live) end
     redis.call('HDEL', KEYS[5], live)
   end
-  add(KEYS[1], 'bytes', -tonumber(size))
+  add(KEYS[1], 'bytes', -weight())
   redis.call('UNLINK', KEYS[7], KEYS[8])
   redis.call('ZREM', KEYS[4], ARGV[3])
   if redis.call('ZCARD', KEYS[4]) == 0 then

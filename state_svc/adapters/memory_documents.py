@@ -25,6 +25,7 @@ from state_svc.domain.documents import (
     LiveDocument,
     NewChunk,
     SmallChange,
+    record_bytes,
 )
 from state_svc.ports import LimitReachedError, RequestIdReusedError
 
@@ -76,7 +77,7 @@ class _Library:
     def bytes_used(self) -> int:
         return sum(
             sum(one.size for one in collection.stored())
-            + sum(len(d.newest.draft.content) for d in collection.documents.values())
+            + sum(_weight(name, d.newest.draft) for name, d in collection.documents.items())
             for collection in self.collections.values()
         )
 
@@ -99,8 +100,8 @@ class MemoryDocuments:
         if known is not None and known[0] > now:
             return self._known(tenant, collection, document_id, draft, known)
         document = self._document(tenant, collection, document_id)
-        old = len(document.newest.draft.content) if document is not None else 0
-        if library.bytes_used() + len(draft.content) - old > self._limits.bytes_max:
+        old = _weight(document_id, document.newest.draft) if document is not None else 0
+        if library.bytes_used() + _weight(document_id, draft) - old > self._limits.bytes_max:
             raise LimitReachedError("documents_bytes_max")
         there = library.collections.get(collection)
         if there is None and len(library.collections) >= self._limits.collections_max:
@@ -343,6 +344,11 @@ class MemoryDocuments:
                 if one.number == generation:
                     return one.chunks.get(number)
         return None
+
+
+def _weight(document_id: str, draft: Draft) -> int:
+    """What a document counts for beside its chunks."""
+    return len(draft.content) + record_bytes(document_id, draft.labels)
 
 
 def _state(document_id: str, document: _Document) -> DocumentState:

@@ -34,6 +34,8 @@ from state_svc.domain.documents import (
     LiveDocument,
     NewChunk,
     SmallChange,
+    labels_text,
+    record_bytes,
 )
 from state_svc.ports import LimitReachedError, RequestIdReusedError, StoreUnavailableError
 
@@ -56,7 +58,7 @@ class ValkeyDocuments:
         self, tenant: str, collection: str, document_id: str, draft: Draft, request_id: str
     ) -> DocumentState:
         """See :class:`state_svc.document_ports.DocumentStore`."""
-        labels = json.dumps(dict(sorted(draft.labels.items())))
+        labels = labels_text(draft.labels)
         keys = _keys(tenant, collection, document_id)
         keys.append(f"sluice:{{{tenant}}}:put:{request_id}")
         limits = self._limits
@@ -70,7 +72,8 @@ class ValkeyDocuments:
             collection,
         ]
         arguments += [limits.collections_max, limits.bytes_max, limits.documents_max]
-        reply = await self._link.script(_SCRIPT, keys, [*arguments, REQUEST_KEPT_S])
+        arguments += [REQUEST_KEPT_S, record_bytes(document_id, draft.labels)]
+        reply = await self._link.script(_SCRIPT, keys, arguments)
         if reply[0] == b"KNOWN":
             live, chunks = reply[3]
             return DocumentState(

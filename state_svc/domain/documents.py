@@ -7,6 +7,7 @@ The newest one is the one whose content is kept; it is live too once all its chu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -18,6 +19,7 @@ from state_svc.domain.words import Terms, terms_of
 
 VECTOR_BYTES: Final = 4  # of a dimension
 TERM_BYTES: Final = 10  # of a word: its hash, its count
+DOCUMENT_OVERHEAD_BYTES: Final = 512  # of a document in the store: its keys and their entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,17 @@ class Match:
     score: float
     vector_score: float
     term_score: float
+
+
+def record_bytes(document_id: str, labels: Mapping[str, str]) -> int:
+    """What a document counts for beside its content and chunks. Its identifier and labels are kept
+    twice: with it, and for the index."""
+    return DOCUMENT_OVERHEAD_BYTES + 2 * (len(document_id.encode()) + len(labels_text(labels)))
+
+
+def labels_text(labels: Mapping[str, str]) -> str:
+    """Labels as they are stored: JSON of ASCII letters, the same for the same labels."""
+    return json.dumps(dict(sorted(labels.items())))
 
 
 def index_record(vector: NDArray[np.float32], terms: Terms) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
+from redis.asyncio import Redis
 
 from state_svc.adapters.memory_documents import MemoryDocuments
 from state_svc.adapters.valkey_documents import ValkeyDocuments
@@ -32,6 +33,7 @@ from state_svc.domain.documents import (
     NewChunk,
     SmallChange,
     index_record,
+    record_bytes,
 )
 from state_svc.domain.words import terms_of
 from state_svc.ports import LimitReachedError, RequestIdReusedError
@@ -359,11 +361,40 @@ async def test_every_bound_holds_and_room_comes_back(store: Store) -> None:
     for n in range(4):
         await store.delete("a", "c", f"x{n}")
     await store.delete("a", "d", "x")
-    await put(store, "x", b"x" * 20_000, to="e")  # all room is back
-    made = await put(store, "x", b"x" * 19_000, to="e")
+    room = 20_000 - record_bytes("x", {"kind": "é"})
+    await put(store, "x", b"x" * room, to="e")  # all room is back
+    made = await put(store, "x", b"x" * (room - 1_000), to="e")
     large = a_chunk(0, "y" * 1_000)
     beyond = store.store("a", "e", "x", made.generation, [large], 2, 1)
     assert await full(beyond) == "documents_bytes_max"
+
+
+async def test_labels_and_documents_without_words_count(store: Store) -> None:
+    """Else a tenant fills the store of all within its bounds: 16 KiB of labels a document."""
+    labels = {f"{n:0256}": "x" * 256 for n in range(16)}  # 8 KiB, kept twice
+    await put(store, "x", b"", labels=labels)
+    with pytest.raises(LimitReachedError, match="documents_bytes_max"):
+        await put(store, "y", b"", labels=labels)
+    await put(store, "x", b"")  # its labels are gone
+    await put(store, "y", b"", labels=labels)
+    await store.delete("a", "c", "y")
+    await put(store, "z", b"", labels=labels)
+
+
+async def test_what_an_earlier_release_put_gives_back_what_it_took(link: ValkeyLink) -> None:
+    store = ValkeyDocuments(link, LIMITS)
+    await put(store, "x", b"x" * 100)
+    await put(store, "y", b"")
+    more = record_bytes("x", {"kind": "é"})
+
+    async def as_before(client: Redis) -> None:
+        await client.hdel("sluice:{a}:document:c/x", "weight")
+        await client.hincrby("sluice:{a}:library", "bytes", -more)
+
+    await link.run(as_before)
+    await store.delete("a", "c", "x")
+    await store.delete("a", "c", "y")
+    assert await link.run(lambda client: client.hget("sluice:{a}:library", "bytes")) == b"0"
 
 
 async def test_of_two_that_complete_a_generation_both_succeed(store: Store) -> None:
