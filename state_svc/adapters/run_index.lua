@@ -17,28 +17,32 @@ if op == 'ready' then
   return now
 end
 
--- Where to look now, at most ARGV[3]; nobody else looks there before ARGV[4] ms have passed (0: nothing changes). Classes
--- after ARGV[5] and the tenants from ARGV[6] on are passed over.
+-- Where to look now, at most ARGV[3], and when the next after them is due; nobody else looks there before ARGV[4] ms have
+-- passed (0: nothing changes). Classes after ARGV[5], the tenants from ARGV[7] on and the first ARGV[6] places are passed over,
+-- however many they are: what there is no room for must not hide the others. Walks from the earliest on.
 if op == 'look' then
-  local without = {}
-  for i = 6, #ARGV do without[ARGV[i]] = true end
-  local function passed(name)
-    local priority, tenant = string.match(name, '^(%d+):(.+)$')
-    return tonumber(priority) > tonumber(ARGV[5]) or without[tenant]
-  end
-  local names, left = {}, 0
-  for _, name in ipairs(call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[3])) do
-    if passed(name) then left = left + 1 else names[#names + 1] = name end
-  end
+  local most, last, without, limited = tonumber(ARGV[3]), tonumber(ARGV[5]), {}, #ARGV > 6
+  for i = 7, #ARGV do without[ARGV[i]] = true end
+  local names, at, first, step, rows = {}, tonumber(ARGV[6]), nil, 8, nil -- few at a time to begin with: most often none is due
+  repeat
+    rows = call('ZRANGE', KEYS[1], at, at + step - 1, 'WITHSCORES')
+    at, step = at + step, math.min(2 * step, 1024)
+    for i = 1, #rows, 2 do
+      local name = rows[i]
+      if string.byte(name) - 48 <= last and not (limited and without[string.sub(name, 3)]) then
+        if #names < most and tonumber(rows[i + 1]) <= now then
+          names[#names + 1] = name
+        else
+          first = tonumber(rows[i + 1])
+          break
+        end
+      end
+    end
+  until first or #rows == 0
   if ARGV[4] ~= '0' then
     for _, name in ipairs(names) do call('ZADD', KEYS[1], 'XX', now + ARGV[4], name) end
   end
-  local first
-  local rows = call('ZRANGE', KEYS[1], 0, left, 'WITHSCORES')
-  for i = 1, #rows, 2 do
-    if not first and not passed(rows[i]) then first = rows[i + 1] end
-  end
-  return {now, tonumber(first or -1), names}
+  return {now, first or -1, names}
 end
 
 -- What was found there: per place its name and when to look next (-1: nothing waits there).

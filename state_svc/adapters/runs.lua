@@ -287,6 +287,12 @@ if op == 'cancel' then
   if phase > WAITING then return {'OK', row(id, WHOLE)} end
   call('HSET', key, 'cancelled', 1)
   if phase == RUNNING then
+    if counted ~= TO_END then -- should its holder be lost. It leaves ACTIVE when that lease ends, or when it is given back
+      local due = call('ZSCORE', line(priority, counted), id) or now
+      call('ZREM', line(priority, counted), id)
+      call('HSET', key, 'counted', TO_END)
+      call('ZADD', line(priority, TO_END), due, id)
+    end
     call('PUBLISH', 'sluice:{runs}:orders', call('HGET', key, 'holder') .. ' ' .. TENANT .. ' ' .. id)
   else
     queue(id, priority, counted, 1)

@@ -63,6 +63,7 @@ class ValkeyRunIndex:
     def __init__(self, link: ValkeyLink) -> None:
         self._link = link
         self.clock_ms = 0
+        self._peeked = 0  # places, by those who only peeked
 
     async def before_ready(self, tenant: str, priority: int) -> int:
         """Writes the place; until when, on the store's clock, the tenant's script may run."""
@@ -80,10 +81,12 @@ class ValkeyRunIndex:
     ) -> Look:
         """Where to look now: one round trip. Places of tenants in ``without``, and unless ``later``
         those of the classes after the second, are not looked at and stay as they are; so do all
-        when somebody only ``peeks``."""
-        postponed = 0 if peeks else LOOK_AGAIN_MS
+        when somebody only ``peeks``, who sees others each time, until he has seen all."""
+        postponed, skipped = (0, self._peeked) if peeks else (LOOK_AGAIN_MS, 0)
         last = PRIORITIES[-1] if later else LAST_URGENT
-        now, first, places = await self._run("look", PLACES_MAX, postponed, last, *without)
+        now, first, places = await self._run("look", PLACES_MAX, postponed, last, skipped, *without)
+        if peeks:
+            self._peeked = skipped + len(places) if len(places) == PLACES_MAX else 0
         found = [text(place).split(":", 1) for place in places]
         return Look(
             now, None if first < 0 else first, tuple((int(one), tenant) for one, tenant in found)

@@ -13,9 +13,9 @@ Rules:
 * **Active.** Runs with ``active_max`` are claimed only while fewer of the tenant hold a living
   lease; one whose lease lapsed while others took all places is given back by its next renewal.
   Others (turns of sessions) go first and are not counted.
-* **A cancel is never lost.** It marks the run. A holder hears of it; a run that nobody holds
-  becomes ready, only to be ended; one that is given back later becomes ready at once whatever it
-  wanted to wait for.
+* **A cancel is never lost.** It marks the run, which has only to be ended from then on. A holder
+  hears of it; a run that nobody holds becomes ready; one that is given back later, or whose holder
+  is lost, becomes ready at once whatever it wanted to wait for.
 * **Only to be ended** are cancelled runs, and queued and paused ones whose wall time is over (the
   time that they waited for people is added). They are claimed first, are not counted, and also by
   those who have room for nothing else.
@@ -86,6 +86,7 @@ class _Run:
     holder: str = ""
     append_id: str = ""
     resumed: dict[str, tuple[int, str]] = field(default_factory=dict)  # request ids: when, what
+    active_ms: int = 0  # while it is held, until when it is counted among the active
     waits_ms: int = 0  # since when it waits for a person
     losses: int = 0  # of a holder, one after another, without an event in between
     gone: int = 0  # events that were given up
@@ -233,6 +234,7 @@ class RunBook:
             return run.record(), ""
         run.cancelled = True
         if run.phase is Phase.RUNNING:
+            run.kind = TO_END  # should its holder be lost
             return run.record(), run.holder
         run.queue(now)
         return run.record(), ""
@@ -294,6 +296,7 @@ class RunBook:
                 run.losses = losses  # not before: one that is left here is not lost again
                 run.token = max(run.token + 1, now)
                 run.phase, run.holder, run.due_ms = Phase.RUNNING, holder, now + lease_ms
+                run.active_ms = run.due_ms if kind == COUNTED else 0
                 claimed.append(Claimed(run.record(), run.token, kind == TO_END, run.losses))
         return Claims(tuple(claimed), self.due(priority, now), too_large)
 
@@ -302,7 +305,7 @@ class RunBook:
         times = [run.due_ms for kind in (TO_END, FREE) for run in self._line(priority, kind)[:1]]
         for run in self._line(priority, COUNTED)[:1]:
             if run.due_ms <= now and self._room(now) <= 0:
-                times.append(min(one.due_ms for one in self._active(now)))
+                times.append(min(one.active_ms for one in self._active(now)))
             else:
                 times.append(run.due_ms)
         return min(times, default=None)
@@ -316,6 +319,8 @@ class RunBook:
             run.queue(now)  # its place among the active has gone to another
             return LeaseState(held=False, cancelled=run.cancelled)
         run.due_ms = now + lease_ms
+        if run.kind == COUNTED:
+            run.active_ms = run.due_ms
         return LeaseState(held=True, cancelled=run.cancelled)
 
     def append(self, append: Append, now: int) -> int:
@@ -388,9 +393,7 @@ class RunBook:
 
     def _active(self, now: int) -> list[_Run]:
         return [
-            run
-            for run in self._runs.values()
-            if run.phase is Phase.RUNNING and run.kind == COUNTED and run.due_ms > now
+            run for run in self._runs.values() if run.phase is Phase.RUNNING and run.active_ms > now
         ]
 
     def _room(self, now: int) -> int:

@@ -8,7 +8,8 @@ once with one that is about to be removed. Oracle: the run is claimed within the
 module of the index states, or was never stored. Seed: none, all are tried.
 
 Seen to fail on the mutants run_place_written_once, run_place_not_written_before,
-run_place_set_later, run_place_removed_at_once.
+run_place_set_later, run_place_removed_at_once, run_places_passed_over_hide_others,
+run_peeks_at_the_first_places_only.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import pytest
 from state_svc.adapters import run_sweep, valkey_run_index
 from state_svc.adapters.memory_stores import MemoryRegistry
 from state_svc.adapters.valkey_link import ValkeyLink
-from state_svc.adapters.valkey_run_index import LATE_MS, LOOK_AGAIN_MS, UNUSED_MS
+from state_svc.adapters.valkey_run_index import LATE_MS, LOOK_AGAIN_MS, PLACES_MAX, UNUSED_MS
 from state_svc.adapters.valkey_runs import ValkeyRuns
+from state_svc.domain.claim_order import ClaimRoom
 from state_svc.domain.run_book import LOSS_WAIT_MS
 from state_svc.domain.run_values import Phase, RunUnknownError
 from state_svc.ports import Kind, StoreUnavailableError
@@ -281,6 +283,39 @@ async def test_places_that_were_lost_are_written_anew(stores: Stores) -> None:
     await run_sweep.RunSweep(registry, stores.runs).once()
     found = await stores.claim() + await stores.claim()
     assert sorted(one.run.run_id for one in found) == sorted(made)
+
+
+async def test_places_that_there_is_no_room_for_hide_no_others(stores: Stores) -> None:
+    """Mutant run_places_passed_over_hide_others. More than a look takes at once wait for room in
+    the later classes; a turn of a session came after all of them."""
+    many = [(4, f"t{n}", stores.now_ms + n) for n in range(3 * PLACES_MAX)]
+    stores.wait(len(many))
+    assert isinstance(stores.runs, ValkeyRuns)
+    await stores.runs._index.found(many)
+    room = ClaimRoom(later_max=0)
+    assert not (await stores.runs.claim("h", 8, LEASE_MS, room)).runs
+    turn = await stores.queue("t1", priority=1)
+    stores.wait(1)
+    (claimed,) = (await stores.runs.claim("h", 8, LEASE_MS, room)).runs
+    assert claimed.run.run_id == turn.run_id
+    # Nor do those of tenants of which an asker takes no more.
+    full = [f"t{n}" for n in range(2 * PLACES_MAX)]
+    found = (await stores.runs._index.look(without=full)).places
+    assert len(found) == PLACES_MAX and not {tenant for _, tenant in found} & {*full}
+
+
+async def test_an_end_is_found_behind_more_places_than_a_look_takes(stores: Stores) -> None:
+    """Mutant run_peeks_at_the_first_places_only. Nobody has room for what stands before it."""
+    many = [(2, f"t{n}", stores.now_ms + n) for n in range(2 * PLACES_MAX + 1)]
+    stores.wait(len(many))
+    assert isinstance(stores.runs, ValkeyRuns)
+    await stores.runs._index.found(many)
+    cancelled = await stores.queue("z")
+    await stores.runs.cancel("z", cancelled.run_id)
+    looks = [
+        (await stores.runs.claim("h", 0, LEASE_MS, ClaimRoom(endings_max=8))).runs for _ in range(6)
+    ]
+    assert [one.run.run_id for found in looks for one in found] == [cancelled.run_id]
 
 
 async def test_nothing_ready_costs_one_round_trip(stores: Stores) -> None:

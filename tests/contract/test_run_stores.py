@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from state_svc.domain.claim_order import ClaimRoom
 from state_svc.domain.run_values import (
     DEDUP_MS,
     LeaseLostError,
@@ -378,6 +379,26 @@ async def test_a_cancel_reaches_the_holder_and_is_kept(stores: Stores) -> None:
     (again,) = await stores.claim()
     assert again.run.cancelled
     await stores.end(again, Phase.CANCELLED)
+
+
+async def test_a_cancelled_run_that_loses_its_holder_is_ended_at_once(stores: Stores) -> None:
+    """Mutant cancelled_run_waits_for_its_losses. It ends the process that holds it, again and
+    again, so somebody cancels it; others of the tenant have taken its place meanwhile."""
+    await stores.hold(active_max=1)
+    stores.wait(LEASE_MS)
+    (lost,) = await stores.claim()
+    assert lost.losses == 1
+    await stores.runs.cancel("a", lost.run.run_id)
+    # While its holder may be at work it counts among the active.
+    other = await stores.queue(active_max=1)
+    assert not await stores.claim()
+    stores.wait(LEASE_MS)
+    room = ClaimRoom(endings_max=4)
+    (ended,) = (await stores.runs.claim("h", 0, LEASE_MS, room)).runs
+    assert (ended.run.run_id, ended.to_end) == (lost.run.run_id, True)
+    (claimed,) = await stores.claim()
+    assert claimed.run.run_id == other.run_id
+    await stores.end(ended, Phase.CANCELLED)
 
 
 @pytest.mark.parametrize("phase", [Phase.QUEUED, Phase.PAUSED, Phase.WAITING])
