@@ -2,10 +2,13 @@
 
 * text/plain: a block is a paragraph, exactly as it stands.
 * text/markdown (CommonMark with tables, markdown-it-py): the bytes of a block are its source lines;
-  links and images are replaced by their texts, other marks in a line stay.
+  links and images are replaced by their texts, other marks in a line stay. Scripts, style sheets
+  and comments that are blocks are left out.
 * text/html (selectolax, a tree as browsers make it): a block's bytes run from the first to the last
   of its texts, which are found in the source by their order; where a text is not found (a browser
-  moves what stands wrongly in a table, say), it has the place after the one before.
+  moves what stands wrongly in a table, say), it has the place after the one before. Left out is
+  what an element hides by itself (``hidden``, ``display: none``): a reader of the page would not
+  see what a model is told.
 
 Slow and large on hostile input, as all parsers of these are: called in a process of its own
 (``parsers.py``). Content is UTF-8, with or without a byte order mark.
@@ -29,6 +32,13 @@ _BOM: Final = b"\xef\xbb\xbf"
 _PARAGRAPH: Final = re.compile(r"(?:[^\n]*\S[^\n]*(?:\n|$))+")
 _LINE_END: Final = re.compile(rb"\r\n?|\n")
 _LINK: Final = re.compile(r"!?\[([^\[\]]*)\]\([^()\s]*(?:\s[^()]*)?\)")
+# At the beginning of a block of HTML: what it holds up to its end is no text.
+_NO_TEXT: Final = re.compile(
+    r"\s*+<(?:(script|style)\b.*?(?:</\1\s*>|\Z)|!--.*?(?:-->|\Z))", re.DOTALL | re.IGNORECASE
+)
+_NOT_SHOWN: Final = re.compile(
+    r"(?<![\w-])(?:display\s*+:\s*+none|visibility\s*+:\s*+hidden)\b", re.IGNORECASE
+)
 _TAG: Final = re.compile(r"<[^<>]*>")
 _HEADING: Final = re.compile(r"h([1-6])")
 _SILENT: Final = frozenset({"script", "style", "noscript", "template", "svg", "math", "iframe"})
@@ -107,7 +117,9 @@ def _in_line(token: Token) -> str:
         case "inline":
             return _LINK.sub(r"\1", token.content)
         case "html_block":
-            return html.unescape(_TAG.sub(" ", token.content))
+            code = _NO_TEXT.match(token.content)
+            content = token.content[code.end() :] if code else token.content
+            return html.unescape(_TAG.sub(" ", content))
     return token.content
 
 
@@ -116,6 +128,17 @@ def _html(text: str) -> Iterator[Block]:
 
     root = LexborHTMLParser(text).root
     return _Walk(text).blocks(root) if root is not None else iter(())
+
+
+def _hidden(node: LexborNode, tag: str) -> bool:
+    """Whether the element itself says that readers do not see it. Style sheets are not looked at,
+    and a whole page is hidden until its script shows it."""
+    if tag in ("html", "body") or not node.is_element_node:
+        return False
+    said = node.attributes
+    if "hidden" in said and said["hidden"] != "until-found":
+        return True
+    return bool(_NOT_SHOWN.search(said.get("style") or ""))
 
 
 def _level(tag: str) -> int:
@@ -197,11 +220,13 @@ class _Walk:
         node: LexborNode | None = root
         while node is not None:
             tag = node.tag or ""
-            silent = tag in _SILENT
+            silent = tag in _SILENT or _hidden(node, tag)
             if node.is_text_node:
                 self._text(node.text_content or "")
             elif silent:
-                self._source.find(node.text() or "")  # what comes after it is looked for behind it
+                if _BLOCK.fullmatch(tag):
+                    yield from self._flush()
+                self._pass_over(node)
             elif _BLOCK.fullmatch(tag):
                 yield from self._flush()
                 self._level = _level(tag)
@@ -219,6 +244,12 @@ class _Walk:
                     yield from self._flush()
             node = node.next if node is not None else None
         yield from self._flush()
+
+    def _pass_over(self, node: LexborNode) -> None:
+        """What comes after the node is looked for behind its texts."""
+        for inner in node.traverse(include_text=True):
+            if inner.is_text_node and (text := (inner.text_content or "").strip()):
+                self._source.find(text)
 
     def _flush(self) -> Iterator[Block]:
         text = "".join(self._parts)

@@ -114,6 +114,52 @@ def test_blocks_of_html_have_the_bytes_of_their_texts() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        "<p hidden>word <b>not</b> shown</p>",
+        '<p HIDDEN="">word</p>',
+        '<p style="display:none">word</p>',
+        '<div style="color: red; DISPLAY : None !important"><p>word</p><p>word</p></div>',
+        '<span style="visibility:hidden">word</span>',
+    ],
+)
+def test_what_a_page_hides_is_not_read(hidden: str) -> None:
+    """Seen to fail with hidden elements read as others."""
+    page = f"<p>before</p>{hidden}<p>word</p>"
+    assert [b.text for b in blocks_of(page.encode(), "text/html")] == ["before", "word"]
+    last = blocks_of(page.encode(), "text/html")[-1]
+    assert last.begin_byte == page.rindex("word")
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        '<body style="display:none"><p>word</p></body>',
+        '<p hidden="until-found">word</p>',
+        '<p style="--display:none; display: block">word</p>',
+        '<p data-hidden="hidden" aria-hidden="true" class="hidden">word</p>',
+    ],
+)
+def test_what_a_reader_can_come_to_see_is_read(shown: str) -> None:
+    assert [b.text for b in blocks_of(shown.encode(), "text/html")] == ["word"]
+
+
+def test_a_hidden_block_parts_what_stands_around_it() -> None:
+    page = b"one<div hidden>no</div>two<span hidden>no</span>three"
+    assert [b.text for b in blocks_of(page, "text/html")] == ["one", "twothree"]
+
+
+def test_code_and_comments_between_markdown_are_not_read() -> None:
+    """Seen to fail with every block of HTML read without its tags."""
+    text = (
+        "before\n\n<script>\nalert(1)\n\nmore()\n</script>\n\n<STYLE>p {}</STYLE> word\n\n"
+        "<!-- not <b>this</b>\n\nnor this -->\n\n<div>html</div>\n\n<script>\nnever closed\n"
+    )
+    found = [b.text for b in blocks_of(text.encode(), "text/markdown")]
+    assert found == ["before", "word", "html"]
+
+
 def test_a_byte_order_mark_is_no_text_and_is_counted() -> None:
     for media_type in MEDIA_TYPES:
         (block,) = blocks_of(BOM + b"word", media_type)
