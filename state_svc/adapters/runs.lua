@@ -64,7 +64,7 @@ local function make_room(growth, most, kept, grows)
   drop_old(kept)
   local function missing() return meta('bytes') + growth > most end
   if not missing() then return true end
-  for _, member in ipairs(call('ZRANGEBYSCORE', ENDED, '-inf', now - DEDUP_MS, 'LIMIT', 0, DROP_MAX)) do
+  for _, member in ipairs(call('ZRANGEBYSCORE', ENDED, '-inf', now - DEDUP_MS, 'LIMIT', 0, TRIM_MAX)) do
     run_drop(member)
     if not missing() then return true end
   end
@@ -74,10 +74,12 @@ local function make_room(growth, most, kept, grows)
   end
   return grows and meta('bytes') - meta('ended') + growth <= most
 end
--- Milliseconds until an ended run goes by itself, where that makes room; 0: room comes when a run ends.
+-- Milliseconds until an ended run goes by itself, where that makes room; 0: room comes when a run ends. 1: now, because one
+-- script gives up TRIM_MAX of them, and there are more.
 local function room_in(growth, most)
   local oldest = call('ZRANGE', ENDED, 0, 0, 'WITHSCORES')[2]
   if not oldest or meta('bytes') - meta('ended') + growth > most then return 0 end
+  if call('EXISTS', WHOLE_RUNS) == 1 then return 1 end
   return math.max(oldest + DEDUP_MS - now, 1)
 end
 local function grow(id, growth)

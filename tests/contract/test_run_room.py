@@ -5,11 +5,13 @@ at once; what has only to be ended needs no room. Method: each test runs on both
 that it moves itself. Oracle: the words of state_svc/run_ports.py and domain/run_book.py.
 
 Seen to fail on the mutants run_room_kept_by_ended, run_growth_held_up_by_ended,
-run_place_taken_without_room, run_overdue_needs_a_slot, sessions_expired_hold_a_turn.
+run_place_taken_without_room, run_overdue_needs_a_slot, sessions_expired_hold_a_turn,
+run_room_of_a_few_old_ones, run_room_in_a_day.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
@@ -93,6 +95,42 @@ async def test_a_refusal_that_only_an_end_mends_names_no_day(stores: Stores) -> 
     with pytest.raises(RunsFullError) as refused:
         await stores.queue(spec=b"s" * 60_000)
     assert refused.value.retry_ms == 0
+
+
+async def end_many(stores: Stores, count: int) -> None:
+    """So many small runs."""
+    for begin in range(0, count, 25):
+        made = range(min(count - begin, 25))
+        await asyncio.gather(*(stores.runs.create(a_run(active_max=0)) for _ in made))
+        ends = [
+            stores.append(claimed, b"end" * 40, phase=Phase.SUCCEEDED)
+            for claimed in await stores.claim()
+        ]
+        await asyncio.gather(*ends)
+
+
+async def test_any_number_of_runs_that_no_request_asks_for_makes_room(stores: Stores) -> None:
+    """Mutant run_room_of_a_few_old_ones. Many small ones, for a large one."""
+    await end_many(stores, 325)
+    stores.wait(DEDUP_MS + 1)
+    fresh = await stores.hold(spec=b"s" * 5_000)
+    await stores.end(fresh)
+    await stores.queue(spec=b"s" * 95_000)
+    assert (await stores.runs.get("a", fresh.run.run_id)).spec  # old ones go first
+
+
+async def test_who_is_refused_while_more_can_be_given_up_is_told_to_come_again_at_once(
+    server: ValkeyProcess,
+) -> None:
+    """Mutant run_room_in_a_day. One script gives up the events of at most 1,000 runs."""
+    limits = RunLimits(tenant_bytes_max=1_646_649)
+    async with stores_of("valkey", server.url, limits) as stores:
+        await end_many(stores, 1_100)  # each gives up 26 bytes; 27,300 are missing
+        large = a_run(spec=b"s" * 365_000)
+        with pytest.raises(RunsFullError) as refused:
+            await stores.runs.create(large)
+        assert refused.value.retry_ms == 1
+        await stores.runs.create(large)
 
 
 async def test_expired_sessions_make_room_for_the_end_of_a_turn(stores: Stores) -> None:
