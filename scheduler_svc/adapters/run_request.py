@@ -6,7 +6,7 @@ only a model or a tool knows is found out when the run works. Stateless.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from google.protobuf import duration_pb2
@@ -16,6 +16,7 @@ from scheduler_svc.adapters.requests import check_uuid
 from scheduler_svc.adapters.tenant import Tenant
 from scheduler_svc.domain.run_budget import RunLimits, SomeLimits
 from sluice import json_schemas
+from sluice.agent.v1 import tools_pb2
 from sluice.errors import invalid, permission_denied
 from sluice.input_rules import check_message
 from sluice.run_budgets import check_run_budget, wall_time_s
@@ -27,6 +28,7 @@ REQUEST_BYTES_MAX: Final = 1 << 20
 
 TOOLS_MAX: Final = 128
 TOOL_CHARS_SHOWN: Final = 64  # of a name that a client made up
+_NOT_OFFERED: Final = "nothing of that name is offered there"
 _MODES: Final = frozenset(runs_pb2.AgentMode.values())
 _CHOICES: Final = frozenset(runs_pb2.ToolChoice.values())
 NEED_TOOLS: Final = (runs_pb2.TOOL_CHOICE_REQUIRED, runs_pb2.TOOL_CHOICE_EACH)
@@ -106,6 +108,23 @@ def _check_tools(request: runs_pb2.RunAgentRequest, tenant: Tenant) -> None:
 def may_use(tool: str, tenant: Tenant) -> bool:
     """Whether the tenant's list has the tool, or the server or document that it belongs to."""
     return tool in tenant.tools or any(owner in tenant.tools for owner in _owners(tool))
+
+
+def listed_tools(known: Iterable[tools_pb2.ToolState], tenant: Tenant) -> list[tools_pb2.ToolState]:
+    """The known tools that the tenant may use, and each name of its list that gives none with the
+    reason; by name."""
+    states = {tool.name: tool for tool in known}
+    listed = [tool for tool in states.values() if may_use(tool.name, tenant)]
+    given = {name for tool in listed for name in (tool.name, *_owners(tool.name))}
+    for name in tenant.tools - given:
+        problem = "nothing of that name is declared"
+        for owner in _owners(name):
+            if owner in states:
+                problem = states[owner].problem or _NOT_OFFERED
+            elif any(other.startswith(owner + JOINT) for other in states):
+                problem = _NOT_OFFERED
+        listed.append(tools_pb2.ToolState(name=name, problem=problem))
+    return sorted(listed, key=lambda tool: tool.name)
 
 
 def _owners(tool: str) -> Iterator[str]:

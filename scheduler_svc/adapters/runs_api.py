@@ -315,11 +315,10 @@ class RunsApi(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def ListTools(
         self, request: runs_pb2.ListToolsRequest, context: Context
     ) -> runs_pb2.ListToolsResponse:
-        """See scheduler.proto. Only those that the tenant's runs may name."""
+        """See scheduler.proto. Only what the tenant's runs may name."""
         tenant = self._parts.identity.tenant(context)
         tools = await self._parts.link.tools(tenant.name) if tenant.tools else []
-        permitted = [tool for tool in tools if run_request.may_use(tool.name, tenant)]
-        return runs_pb2.ListToolsResponse(tools=permitted)
+        return runs_pb2.ListToolsResponse(tools=run_request.listed_tools(tools, tenant))
 
     def _store(self) -> RunStore:
         if self._parts.store is None:

@@ -118,6 +118,7 @@ class Names:
         self.known = {
             "a": Tenant("a", agents=True, tools=frozenset(("search", "desk", "crm"))),
             "b": Tenant("b", agents=True),
+            "tools": Tenant("tools", tools=frozenset(("crm", "desk", "search__web"))),
             "plain": Tenant("plain"),
             "none": Tenant("none", agents=True, concurrent_runs=0, sessions=False),
         }

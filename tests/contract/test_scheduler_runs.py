@@ -698,8 +698,38 @@ async def test_only_tools_that_the_tenants_runs_may_name_are_listed(rig: Rig) ->
     names = ("search", "crm__find", "other", "crm_x")
     rig.link.known = [tools_pb2.ToolState(name=name, available=True) for name in names]
     answer = await rig.ask("ListTools", runs_pb2.ListToolsRequest())
-    assert [tool.name for tool in answer.tools] == ["search", "crm__find"]
+    assert [tool.name for tool in answer.tools if tool.available] == ["crm__find", "search"]
     rig.link.available = False
     error = await rig.refused("ListTools", runs_pb2.ListToolsRequest())
     assert (error.code, error.reason) == (Code.UNAVAILABLE, "AGENT_UNREACHABLE")
     assert not (await rig.ask("ListTools", runs_pb2.ListToolsRequest(), "b")).tools
+
+
+async def test_a_name_of_the_tenants_list_that_gives_no_tool_is_listed_with_the_reason(
+    rig: Rig,
+) -> None:
+    """Seen to fail with only the tools that exist listed."""
+    undeclared = "nothing of that name is declared"
+    for known, told in (
+        ([], {"crm": undeclared, "desk": undeclared, "search__web": undeclared}),
+        (
+            [("other", ""), ("search", "down"), ("desk__mail", ""), ("crm", "")],
+            {"crm": "", "desk__mail": "", "search__web": "down"},
+        ),
+        (
+            [("crm__find", "down"), ("desk", "down"), ("search__news", "")],
+            {
+                "crm__find": "down",
+                "desk": "down",
+                "search__web": "nothing of that name is offered there",
+            },
+        ),
+    ):
+        rig.link.known = [
+            tools_pb2.ToolState(name=name, available=not problem, problem=problem)
+            for name, problem in known
+        ]
+        answer = await rig.ask("ListTools", runs_pb2.ListToolsRequest(), "tools")
+        assert [tool.name for tool in answer.tools] == sorted(told)
+        assert {tool.name: tool.problem for tool in answer.tools} == told
+        assert all(tool.available == (not tool.problem) for tool in answer.tools)
