@@ -7,10 +7,10 @@ one task at a time, which all its searches wait for and none of them cancels: on
 out is told how long it may still take, and the next one finds more of it done. Reading is done in
 pieces by the event loop, everything else in threads: two search, one builds.
 
-Bounded: ``bytes_max`` of arrays in all; the collections that were searched longest ago go first.
-While a collection's segments are merged, and while a search still uses what was dropped, there is
-up to twice that. Nothing here is durable: after a restart the first search of a collection reads
-it.
+Bounded: ``bytes_max`` in all, documents' names and labels included, and ``collections_max``; the
+collections that were searched longest ago go first. While a collection's segments are merged, and
+while a search still uses what was dropped, there is up to twice that. Nothing here is durable:
+after a restart the first search of a collection reads it.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ ROUNDS_MAX: Final = 8  # times that one refresh reads in pieces
 SMALL_GENERATIONS: Final = 64  # changes of documents that are read in one step, with READ_CHUNKS
 READ_CHUNKS: Final = 512  # records in one reply: about 1 MiB at 384 dimensions
 BUILD_ROWS: Final = 16_384  # rows of a segment when a collection is read; 40 MB of records
+ENTRY_MEMORY: Final = 2_048  # bytes of a collection whose index is almost empty
 RETRY_S_MIN: Final = 0.2
 RETRY_S_MAX: Final = 30.0
 BUSY_RETRY_S: Final = 0.5
@@ -59,12 +60,14 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class IndexLimits:
-    """``bytes_max``: memory of all indexes. ``searches_max``: searches in progress, those that
-    wait included; of one tenant half of them, so that who waits for a large collection to be read
-    leaves room to others."""
+    """``bytes_max``: memory of all indexes. ``collections_max``: indexes, deleted collections that
+    nobody asked for since included: all are looked at after each change. ``searches_max``: searches
+    in progress, those that wait included; of one tenant half of them, so that who waits for a large
+    collection to be read leaves room to others."""
 
     bytes_max: int = 1 << 30
     searches_max: int = 64
+    collections_max: int = 4_096
 
     @property
     def tenant_searches_max(self) -> int:
@@ -75,6 +78,7 @@ class IndexLimits:
 @dataclass(slots=True)
 class _Entry:
     index: CollectionIndex | None = None
+    size_bytes: int = ENTRY_MEMORY
     task: asyncio.Task[None] | None = None
     begun: int = 0  # number of the last refresh that began
     done: int = 0  # number of the last one that ended well
@@ -108,7 +112,7 @@ class MatrixIndex:
     @property
     def size_bytes(self) -> int:
         """Memory of all indexes."""
-        return sum(e.index.size_bytes for e in self._entries.values() if e.index is not None)
+        return sum(entry.size_bytes for entry in self._entries.values())
 
     async def search(
         self, tenant: str, collection: str, query: Query, wait_s: float
@@ -196,6 +200,7 @@ class MatrixIndex:
             else:
                 index = await self._follow(key, entry, entry.index)
             entry.index, entry.done = index, number
+            entry.size_bytes = ENTRY_MEMORY + index.size_bytes
             self._trim(key, 0)
         finally:
             entry.task = None
@@ -210,13 +215,15 @@ class MatrixIndex:
 
     def _trim(self, kept: Key, needed: int) -> None:
         """Drops indexes, the longest unused first, until ``needed`` bytes more have room."""
+        used, limits = self.size_bytes, self._limits
         for key in [key for key in self._entries if key != kept]:
-            if self.size_bytes + needed <= self._limits.bytes_max:
+            many = len(self._entries) > limits.collections_max
+            if not many and used + needed <= limits.bytes_max:
                 break
-            del self._entries[key]
-            self.limit_hits["index_bytes_max"] += 1
+            used -= self._entries.pop(key).size_bytes
+            self.limit_hits["index_collections_max" if many else "index_bytes_max"] += 1
             log.info("a search index was dropped for room", indexes=len(self._entries))
-        self.used_bytes = self.size_bytes
+        self.used_bytes = used
 
     async def _follow(self, key: Key, entry: _Entry, index: CollectionIndex) -> CollectionIndex:
         """The index after what changed since its version. What changed little is read in one step.

@@ -18,6 +18,8 @@ from state_svc.domain.documents import TERM_BYTES, VECTOR_BYTES, LiveDocument
 
 K1: Final = 1.2  # BM25: how soon repeating a word stops to count
 B: Final = 0.75  # BM25: how much long chunks are discounted
+DOCUMENT_MEMORY: Final = 160  # bytes in memory of a document in a segment, without words
+LABEL_MEMORY: Final = 160  # and of one of its labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,8 @@ class Segment:
     """``vectors``: (rows, dims), of length 1. ``lengths``: (rows,), words of each chunk.
     ``documents``: each has the rows from its entry in ``begins`` (documents + 1,) on, in the order
     of its chunks. ``vocabulary``: (words,) ascending; the postings of word i are those from
-    ``offsets[i]`` to ``offsets[i + 1]``: ``rows``, ascending, and ``counts``."""
+    ``offsets[i]`` to ``offsets[i + 1]``: ``rows``, ascending, and ``counts``.
+    ``documents_bytes``: memory of ``documents``."""
 
     vectors: NDArray[np.float32]
     lengths: NDArray[np.float32]
@@ -35,11 +38,12 @@ class Segment:
     offsets: NDArray[np.int64]
     rows: NDArray[np.int32]
     counts: NDArray[np.uint16]
+    documents_bytes: int
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the arrays."""
-        return sum(
+        """Memory of the arrays and of the documents' names and labels."""
+        return self.documents_bytes + sum(
             array.nbytes
             for array in (
                 self.vectors,
@@ -169,4 +173,12 @@ def _segment(
         offsets=np.append(starts, len(hashes)).astype(np.int64),
         rows=rows,
         counts=counts,
+        documents_bytes=sum(map(_memory_of, documents)),
     )
+
+
+def _memory_of(document: LiveDocument) -> int:
+    """About what Python takes for it."""
+    labels = document.labels
+    words = sum(map(len, labels)) + sum(map(len, labels.values()))
+    return DOCUMENT_MEMORY + len(document.document_id) + LABEL_MEMORY * len(labels) + words

@@ -242,6 +242,31 @@ async def test_memory_is_bounded_and_the_longest_unused_goes() -> None:
         await found(small, "w1")
 
 
+async def test_labels_and_small_collections_count_against_the_memory() -> None:
+    store = MemoryDocuments()
+    index = MatrixIndex(store)
+    for number in range(20):
+        await ingest(store, f"x{number}", "red", label="l" * 256)
+    assert await found(index, "red")
+    many = index.size_bytes
+    assert many > 20 * 256  # of arrays 600
+    for number in range(80):
+        await ingest(store, "x", "red", of="b", to=f"c{number}")
+        assert await found(index, "red", of="b", to=f"c{number}") == ["x"]
+        await store.delete("b", f"c{number}", "x")
+    assert index.size_bytes > many + 80 * 1500  # about what Python takes for one
+    small = MatrixIndex(store, IndexLimits(bytes_max=many))
+    for number in range(80):
+        await ingest(store, "x", "red", of="b", to=f"c{number}")
+        assert await found(small, "red", of="b", to=f"c{number}") == ["x"]
+    assert small.limit_hits["index_bytes_max"] > 60
+    few = MatrixIndex(store, IndexLimits(collections_max=10))
+    for number in range(80):
+        assert await found(few, "red", of="b", to=f"c{number}") == ["x"]
+    assert few.limit_hits["index_collections_max"] == 70
+    assert few.size_bytes < 10 * 3_000
+
+
 def test_searches_beyond_the_bound_are_refused() -> None:
     async def scenario() -> None:
         store = SlowStore()
