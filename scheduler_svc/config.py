@@ -56,7 +56,10 @@ class SchedulerConfig:
         "", help="Model of requests that name none. Empty: the first that generates, by name."
     )
     default_embedding_model: str = setting(
-        "", help="Model of embedding requests that name none. Empty: the first that embeds."
+        "",
+        help="Model of embedding requests that name none, of documents and of searches. Empty: the"
+        " first that embeds: name one where there are several. After a change, documents are put"
+        " again.",
     )
     aliases: tuple[str, ...] = setting(
         (), le=1024, help="Further names of models: alias=model each."
