@@ -69,9 +69,9 @@ class DocumentStore(Protocol):
         RequestIdReusedError, DocumentDeletedError."""
 
     async def get(
-        self, tenant: str, collection: str, document_id: str
+        self, tenant: str, collection: str, document_id: str, *, with_content: bool = True
     ) -> tuple[DocumentState, bytes] | None:
-        """A document and the content of its newest generation."""
+        """A document and the content of its newest generation, empty unless asked for."""
 
     async def list(
         self, tenant: str, collection: str, after: str, count: int

@@ -94,12 +94,17 @@ class DocumentServicer(documents_pb2_grpc.DocumentServiceServicer):
         """Reads a document."""
         _check_place(request)
         with document_errors():
-            found = await self._store.get(request.tenant, request.collection, request.document_id)
+            found = await self._store.get(
+                request.tenant,
+                request.collection,
+                request.document_id,
+                with_content=request.with_content,
+            )
         if found is None:
             raise unknown()
         return documents_pb2.GetDocumentResponse(
             document=_document(request.collection, found[0]),
-            content=found[1] if request.with_content else b"",
+            content=found[1],
         )
 
     async def ListDocuments(

@@ -152,13 +152,14 @@ class MemoryDocuments:
         )
 
     async def get(
-        self, tenant: str, collection: str, document_id: str
+        self, tenant: str, collection: str, document_id: str, *, with_content: bool = True
     ) -> tuple[DocumentState, bytes] | None:
         """See :class:`state_svc.document_ports.DocumentStore`."""
         document = self._document(tenant, collection, document_id)
         if document is None:
             return None
-        return _state(document_id, document), document.newest.draft.content
+        content = document.newest.draft.content if with_content else b""
+        return _state(document_id, document), content
 
     async def list(
         self, tenant: str, collection: str, after: str, count: int

@@ -89,7 +89,7 @@ class ValkeyDocuments:
         return _state(document_id, _checked(reply)[1])
 
     async def get(
-        self, tenant: str, collection: str, document_id: str
+        self, tenant: str, collection: str, document_id: str, *, with_content: bool = True
     ) -> tuple[DocumentState, bytes] | None:
         """See :class:`state_svc.document_ports.DocumentStore`."""
         keys = _keys(tenant, collection, document_id)
@@ -97,11 +97,12 @@ class ValkeyDocuments:
         async def read(client: Redis) -> list[Any]:
             async with client.pipeline(transaction=True) as pipeline:
                 pipeline.hgetall(keys[6])
-                pipeline.get(keys[7])
+                if with_content:
+                    pipeline.get(keys[7])
                 return await pipeline.execute()
 
-        fields, content = await self._link.run(read)
-        return (_state(document_id, fields), content) if fields else None
+        fields, *content = await self._link.run(read)
+        return (_state(document_id, fields), content[0] if content else b"") if fields else None
 
     async def list(
         self, tenant: str, collection: str, after: str, count: int

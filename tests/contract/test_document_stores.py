@@ -107,6 +107,13 @@ async def test_a_document_is_stored_and_read(store: Store) -> None:
         assert not await store.delete(*other)
 
 
+async def test_a_document_is_looked_at_without_its_content(store: Store) -> None:
+    """Up to 3 MiB, which whoever waits for an ingest asks for again and again."""
+    made = await put(store, "x", b"y" * 1_000)
+    assert await store.get("a", "c", "x", with_content=False) == (made, b"")
+    assert await store.get("a", "c", "none", with_content=False) is None
+
+
 async def test_the_same_request_makes_one_generation(store: Store) -> None:
     request, draft = str(uuid.uuid4()), Draft(b"1", "text/plain", {}, "d1")
     first = await store.put("a", "c", "x", draft, request)
