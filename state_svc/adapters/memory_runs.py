@@ -211,6 +211,10 @@ class MemoryRuns:
                 most = left // len(asked) if claimed else 0
                 book = self._tenants.runs(tenant)
                 found = book.claim(holder, priority, share if most else 1, lease_ms, most, now)
+                if not most:
+                    self._order.went_alone(priority, tenant)
+                elif found.too_large:
+                    self._order.too_large(priority, tenant)
                 claimed += found.runs
                 allowance.take(tenant, priority, len(found.runs))
                 left -= sum(len(one.run.spec) + len(one.run.summary) for one in found.runs)

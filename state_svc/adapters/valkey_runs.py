@@ -252,9 +252,13 @@ class ValkeyRuns:
         claimed: list[Claimed] = []
         bytes_left = PAGE_BYTES
         for priority in PRIORITIES:
-            waiting = [tenant for one, tenant in look.places if one == priority]
+            waiting = [
+                tenant
+                for one, tenant in look.places
+                if one == priority and allowance.of_tenant(tenant, priority) > 0
+            ]
             waiting = self._order.arrange(priority, waiting)
-            alone = False
+            alone = not claimed and waiting != [] and self._order.goes_alone(priority, waiting[0])
             while bytes_left > 0 and allowance.of_class(priority) > 0:
                 waiting = [one for one in waiting if allowance.of_tenant(one, priority) > 0]
                 if not waiting:
@@ -273,8 +277,11 @@ class ValkeyRuns:
                     bytes_left -= sum(_size(one.run) for one in runs)
                     if runs:
                         self._order.served(priority, tenant)
+                    if alone:
+                        self._order.went_alone(priority, tenant)
                     if large:
                         too_large.append(tenant)
+                        self._order.too_large(priority, tenant)
                     elif len(runs) == share and _is_due(dues[priority, tenant], look):
                         again.append(tenant)
                 waiting = again + waiting[len(asked) :]

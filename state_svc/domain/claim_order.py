@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 LAST_URGENT: Final = 2  # the last class that `later_max` does not hold back
+LARGE_MAX: Final = 64  # tenants remembered for the size of their next run
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +66,33 @@ class ClaimOrder:
 
     def __init__(self) -> None:
         self._last: dict[int, str] = {}  # by priority
+        # Those whose next run was left for its size, the first of them first; by priority.
+        self._large: dict[int, dict[str, None]] = {}
 
     def arrange(self, priority: int, tenants: Sequence[str]) -> list[str]:
         """The tenants in the order in which their turn is."""
         ordered = sorted(tenants)
         begin = bisect_right(ordered, self._last.get(priority, ""))
-        return ordered[begin:] + ordered[:begin]
+        ordered = ordered[begin:] + ordered[:begin]
+        among = set(ordered)
+        first = next((one for one in self._large.get(priority, ()) if one in among), None)
+        return sorted(ordered, key=lambda one: one != first)
+
+    def goes_alone(self, priority: int, tenant: str) -> bool:
+        """Whether its next run was too large to be claimed beside those of others."""
+        return tenant in self._large.get(priority, ())
+
+    def too_large(self, priority: int, tenant: str) -> None:
+        """The tenant's next run was left for its size: it goes first, and alone, the next time.
+        Else it would stand back for as long as others have smaller ones."""
+        large = self._large.setdefault(priority, {})
+        large[tenant] = None
+        if len(large) > LARGE_MAX:
+            del large[next(iter(large))]
+
+    def went_alone(self, priority: int, tenant: str) -> None:
+        """The tenant was asked for one run of whatever size."""
+        self._large.get(priority, {}).pop(tenant, None)
 
     def served(self, priority: int, tenant: str) -> None:
         """The tenant got a run."""

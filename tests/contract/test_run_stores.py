@@ -541,6 +541,20 @@ async def test_a_claim_is_bounded_in_bytes(roomy: Stores) -> None:
     assert sorted(got) == list("aabbbc")
 
 
+async def test_a_large_run_has_its_turn_beside_small_ones(roomy: Stores) -> None:
+    """Mutant large_run_has_no_turn. Others always have something that fits in a claim of two,
+    and one of them always has large ones too."""
+    large = {(await roomy.queue(tenant, spec=b"x" * 2_000_000)).run_id for tenant in "mn"}
+    for _ in range(10):
+        await roomy.queue("b", spec=b"x" * 2_000_000)
+        for tenant in "ayz":
+            await roomy.queue(tenant)
+        batch = await roomy.claim(2)
+        assert batch and sum(len(one.run.spec) for one in batch) < 3 << 20
+        large -= {one.run.run_id for one in batch}
+    assert not large
+
+
 async def test_bounds_are_exact_and_an_end_always_fits(stores: Stores) -> None:
     claimed = await stores.hold()
     with pytest.raises(RunFullError, match="run_bytes_max"):
