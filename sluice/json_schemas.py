@@ -466,7 +466,7 @@ def _told(error: ValidationError, declared: set[str]) -> str:
         return f"{where} must be {_BOUNDS[word]} {rule}"
     if word == "additionalProperties":
         return f"{where} has a property that is not declared"
-    if error.validator is None:  # the schema ``false``, of which jsonschema gives no path
+    if error.schema is False:  # jsonschema gives no path for it
         return f"{where} has a value where none may be"
     return f"{where} does not follow {word}"
 
