@@ -273,14 +273,14 @@ class Fleet:
             self._sort_by_breaker(instance)
         instance.silent = False
         load = self._ledger.load(instance.row)
-        self._learn(instance, report, load)
+        self._learn(instance, report, load, now)
         self._see_gpus(instance, report)
         instance.report, instance.report_s = report, now
         instance.reachable, instance.unreachable_reason = True, ""
         instance.draining = report.draining
         instance.removed = instance.stale = False
         self._set_foreign(instance, report, load)
-        load.reported()
+        load.reported(report.step_tokens_max, now)
         self._resume(instance)
         self._reopen(instance)
         return instance
@@ -481,11 +481,11 @@ class Fleet:
             return inf
         return self._limits.prefill_steps_max * report.step_tokens_max - load.prefill_tokens
 
-    def _learn(self, instance: Instance, report: InstanceReport, load: Load) -> None:
+    def _learn(self, instance: Instance, report: InstanceReport, load: Load, now: float) -> None:
         """Rates from a report. A throughput is a lower bound of what the instance can do, so a
         lower one than known counts only if full steps of prompts were to be read all the time."""
         rate = report.prompt_tokens_per_s
-        busy = load.reads_full_steps(report.step_tokens_max)
+        busy = load.reads_full_steps(report.step_tokens_max, now)
         if rate and (busy or rate > instance.prefill_tokens_per_s):
             learnt = instance.prefill_tokens_per_s
             learnt += RATE_WEIGHT * (rate - learnt)
@@ -575,7 +575,7 @@ class Fleet:
         if row >= len(self.backlog_s):
             self._view(row + 1)
         self._enter(report)
-        self._ledger.load(row).reported()
+        self._ledger.load(row).reported(report.step_tokens_max, now)
         return instance
 
     def _release(self, instance: Instance) -> None:

@@ -40,7 +40,7 @@ class Instances:
         """Takes in what an instance says of itself; a new one joins. False: the fleet is full."""
         known = self._fleet.get(report.name)
         busy = known is not None and self._ledger.load(known.row).reads_full_steps(
-            report.step_tokens_max
+            report.step_tokens_max, now
         )
         if busy and report.prompt_tokens_per_s:
             self._estimates.saw_prefill(report.model, report.prompt_tokens_per_s, now)

@@ -9,8 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from math import inf
+from typing import Final
 
 from scheduler_svc.domain.model import Line, Ticket, TicketId
+
+# Over which engines count the throughput that they report, at most: vLLM's adapter over the last
+# 2 s, the simulated engine over a window of 0.5 s that may have ended as long ago.
+RATE_WINDOW_S: Final = 2.0
 
 
 @dataclass(slots=True)
@@ -37,7 +43,8 @@ class Load:
 
     The peaks are what a report may have counted when it was taken: reports and events travel on
     different connections, so a report can still contain what has ended here already.
-    ``prefill_least``: the fewest prompt tokens that there were to read at any time."""
+    ``prefill_least``: the fewest prompt tokens that there were to read at any time.
+    ``full_since_s``: the last report before which there was less to read than a step can take."""
 
     sequences: int = 0
     prefill_tokens: int = 0
@@ -47,18 +54,26 @@ class Load:
     sequences_peak: int = 0
     kv_peak: int = 0
     prefill_least: int = 0
+    full_since_s: float = inf
     tickets: set[TicketId] = field(default_factory=set)
 
-    def reported(self) -> None:
+    def reported(self, step_tokens_max: int, now: float) -> None:
         """A report arrived: a new period begins."""
+        if self._had_too_little(step_tokens_max):
+            self.full_since_s = now
         self.sequences_peak = self.sequences
         self.kv_peak = self.kv_held
         self.prefill_least = self.prefill_tokens
 
-    def reads_full_steps(self, step_tokens_max: int) -> bool:
-        """Whether there was all the time as much to read as a step can take: only then is a
-        throughput what the engine can do, and not what it was asked to do."""
-        return self.prefill_least >= max(1, step_tokens_max)
+    def reads_full_steps(self, step_tokens_max: int, now: float) -> bool:
+        """Whether there was as much to read as a step can take for all the time over which an
+        engine counts: only then is a throughput what it can do, and not what it was asked to do."""
+        if self._had_too_little(step_tokens_max):
+            return False
+        return now - self.full_since_s >= RATE_WINDOW_S
+
+    def _had_too_little(self, step_tokens_max: int) -> bool:
+        return self.prefill_least < max(1, step_tokens_max)
 
 
 class Ledger:
@@ -175,6 +190,7 @@ class Ledger:
         for load, expected in zip(self._loads, recount, strict=True):
             expected.sequences_peak, expected.kv_peak = load.sequences_peak, load.kv_peak
             expected.prefill_least = load.prefill_least
+            expected.full_since_s = load.full_since_s
             assert load == expected
             assert load.sequences_peak >= load.sequences
             assert load.kv_peak >= load.kv_held

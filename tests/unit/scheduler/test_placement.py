@@ -205,7 +205,7 @@ def test_an_engine_that_was_asked_for_little_is_not_taken_for_a_slow_one() -> No
     assert instance.prefill_tokens_per_s == DEFAULT_PREFILL_TOKENS_PER_S
     columns.run("a", a_ticket(prompt_tokens=1))
     columns.fleet.report(a_report(step_tokens_max=2_048), 3.0)
-    columns.fleet.report(a_report(step_tokens_max=2_048, prompt_tokens_per_s=5.0), 4.0)
+    columns.fleet.report(a_report(step_tokens_max=2_048, prompt_tokens_per_s=5.0), 5.0)
     assert instance.prefill_tokens_per_s < DEFAULT_PREFILL_TOKENS_PER_S
 
 

@@ -233,6 +233,23 @@ def test_a_prompt_that_cannot_be_read_in_time_is_refused_once_the_rate_is_known(
     assert bench.scheduler.submit(a_ticket(prompt_tokens=20_000), 3.0) is None
 
 
+def test_a_rate_over_a_time_that_was_not_all_busy_refuses_nobody() -> None:
+    """Mutant seen to fail: one busy report is enough. A prompt that was cancelled in the middle
+    would then teach what little the engine read in its window, and refuse prompts of its size."""
+    bench = Bench("a")
+    ticket = a_ticket(prompt_tokens=10**6)
+    assert bench.scheduler.submit(ticket, 0.0) is None
+    bench.turn()
+    instances = bench.scheduler.instances
+    for tenth in range(1, 20):  # full steps from the first report on, for 1.8 s
+        instances.report(a_report(prompt_tokens_per_s=60.0), tenth / 10)
+    assert bench.scheduler.submit(a_ticket(prompt_tokens=20_000), 1.9) is None
+    for tenth in range(20, 40):
+        instances.report(a_report(prompt_tokens_per_s=60.0), tenth / 10)
+    refused = bench.scheduler.submit(a_ticket(prompt_tokens=20_000), 4.0)
+    assert refusal_of(refused)[0] is Outcome.HOPELESS
+
+
 def test_what_would_most_likely_miss_its_limit_is_refused_and_not_begun() -> None:
     bench = Bench("a", report={"sequences_max": 1})
     for _ in range(20):
